@@ -1,0 +1,34 @@
+"""What a group is started with: plain, frozen, picklable data. `cluster.config` validates and fills it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """One group: a coordinator and `tensor_parallel_size` shards. Every value is final and legal."""
+
+    model_path: str
+    served_model_name: str
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
+    num_speculative_tokens: int = 0
+    max_model_len: int
+    """Tokens of prompt and completion together, at most."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Rows of one step, at most."""
+    block_size: int
+    """Tokens of one KV block on one DCP rank; a block-table entry covers block_size * dcp tokens."""
+    num_kv_blocks: int
+    dtype: str
+    """Computation: float32, float64 or bfloat16."""
+    kv_cache_dtype: str
+    """Storage of the cache; the same names."""
+    attention_backend: str = "torch"
+    seed: int = 0
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Global tokens that one block-table entry covers (B' in the contracts)."""
+        return self.block_size * self.decode_context_parallel_size

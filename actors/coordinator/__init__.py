@@ -1,0 +1,1 @@
+"""Host-only decisions over plain data: scheduler, blocks, acceptance, commit."""

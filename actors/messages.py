@@ -1,0 +1,149 @@
+"""The messages of a step: one StepInput to every shard, one StepOutput from rank 0.
+
+Requests stand in the same order in both: verifies first, by k descending, then chunks.
+Arrays are little-endian int32 / uint8 / float32 NumPy arrays; ragged fields come with an indptr
+(`x[x_indptr[i]:x_indptr[i + 1]]` belongs to request i).
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Uint8s = NDArray[np.uint8]
+Float32s = NDArray[np.float32]
+
+
+class RowKind(IntEnum):
+    """What a scheduled request's rows are."""
+
+    VERIFY = 0
+    """The anchor (last committed token) and k drafts: reports k + 1 tokens."""
+    MIDDLE_CHUNK = 1
+    """Prompt rows that do not reach the last committed token: reports none."""
+    FINAL_CHUNK = 2
+    """Prompt rows up to the last committed token: reports one token."""
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How a request's tokens are drawn on the shards. Neutral values switch a filter off."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    num_logprobs: int = -1
+    """-1: none; n >= 0: the token's own log probability and the n best."""
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A request takes a state slot (first time, after preemption, after restart)."""
+
+    slot: int
+    admission: int
+    """Unique in the group's life; a result counts only under the number it was sent with."""
+    limit: int
+    """min(max_model_len, prompt + max_tokens): positions >= limit - 1 are never written."""
+    prompt_len: int
+    """Tokens of the user's prompt (a re-admission also replays committed tokens)."""
+    seed: int
+    """uint64, the effective seed."""
+    sampling: SamplingSpec
+
+
+class StepInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The rows of one step. N scheduled requests."""
+
+    epoch: int
+    step: int
+    admit: tuple[Admission, ...] = ()
+    slot: Int32s
+    """[N] state slot."""
+    admission: Int32s
+    """[N]"""
+    kind: Uint8s
+    """[N] RowKind."""
+    k: Uint8s
+    """[N] drafts of a verify, 0 for chunks."""
+    fill: Uint8s
+    """[N] 1: run the MTP layer over the request's pending rows (always 1 where k > 0)."""
+    start: Int32s
+    """[N] position of the first row: the anchor's for a verify."""
+    readonly: Uint8s
+    """[N] 1: a chunk row that is recomputed from cached KV and must not write."""
+    ids: Int32s
+    """Tokens of the chunks (none for verifies)."""
+    ids_indptr: Int32s
+    new_blocks: Int32s
+    """Blocks appended to the request's table in this step; the whole table at admission."""
+    new_blocks_indptr: Int32s
+    accepted: Int32s
+    """Verifies: tokens accepted in the request's last token step; the last is the anchor."""
+    accepted_indptr: Int32s
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Natural-log probabilities of the model's own distribution (before temperature and filters).
+
+    One row per entry of StepOutput.tokens; n is the largest num_logprobs of the step.
+    """
+
+    sampled: Float32s
+    """[M]"""
+    top_ids: Int32s
+    """[M * n] best tokens, descending (ties: lower id first)."""
+    top_values: Float32s
+    """[M * n]"""
+    num_top: int
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What rank 0 reports. M = sum of k + 1 over verifies, plus the number of final chunks."""
+
+    epoch: int
+    step: int
+    drafts: Int32s
+    """[sum k] the drafts that the verify rows really held."""
+    tokens: Int32s
+    """[M] the target's own token of each row; -1 where masked."""
+    length: Int32s
+    """[N] tokens whose KV or hidden state the shard holds after the step, by the acceptance rule."""
+    logprobs: TokenLogprobs | None = None
+    """Present when a scheduled request asked for them."""
+
+
+_EXT_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<i4"), 2: np.dtype("<u1"), 3: np.dtype("<f4")}
+_EXT_CODES = {dtype: code for code, dtype in _EXT_DTYPES.items()}
+
+
+def encode_arrays(value: object) -> msgspec.msgpack.Ext:
+    """msgspec hook: a one-dimensional NumPy array as its raw little-endian bytes."""
+    if isinstance(value, np.ndarray) and value.dtype in _EXT_CODES:
+        return msgspec.msgpack.Ext(_EXT_CODES[value.dtype], value.tobytes())
+    raise NotImplementedError(f"{type(value).__name__} has no wire form")
+
+
+def decode_arrays(code: int, data: memoryview) -> NDArray[Any]:
+    """msgspec hook: the inverse of encode_arrays (read-only view of the message)."""
+    return np.frombuffer(data, _EXT_DTYPES[code])
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_arrays)
+_input_decoder = msgspec.msgpack.Decoder(StepInput, ext_hook=decode_arrays)
+_output_decoder = msgspec.msgpack.Decoder(StepOutput, ext_hook=decode_arrays)
+
+
+def encode(message: StepInput | StepOutput) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_input(data: bytes) -> StepInput:
+    return _input_decoder.decode(data)
+
+
+def decode_output(data: bytes) -> StepOutput:
+    return _output_decoder.decode(data)

@@ -1,0 +1,1 @@
+"""One shard: model slice, KV cache and the execution of a step."""

@@ -1,0 +1,1 @@
+"""How step messages and requests travel: ZeroMQ between processes, direct calls inside one."""

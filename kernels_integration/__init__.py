@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: plans, KV layouts, DCP arithmetic, attention, sampling, collectives."""

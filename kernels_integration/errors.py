@@ -1,0 +1,76 @@
+"""Errors as data: each class has a stable `code`; `cluster.errors` maps codes outwards.
+
+A message names the value, the rule, the legal values and the fix.
+"""
+
+from typing import ClassVar
+
+
+class LatentrayError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+    code: ClassVar[str] = "internal"
+
+
+class ConfigError(LatentrayError):
+    """A flag, keyword or environment variable that cannot work."""
+
+    code = "invalid_config"
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint directory that cannot be served: path, type, tensors."""
+
+    code = "invalid_checkpoint"
+
+
+class InvalidRequestError(LatentrayError):
+    """A request that cannot be served as asked; `field` names the culprit."""
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class DuplicateRequestError(LatentrayError):
+    """A request id that a live request already has."""
+
+    code = "duplicate_request"
+
+
+class OverloadedError(LatentrayError):
+    """The queue or the token budget is full; try again later."""
+
+    code = "overloaded"
+
+
+class UnavailableError(LatentrayError):
+    """No group can serve now: starting, draining or lost."""
+
+    code = "unavailable"
+
+
+class ClusterTooSmallError(UnavailableError):
+    """The Ray cluster cannot place the group; the message says which bundle is missing where."""
+
+    code = "cluster_too_small"
+
+
+class DeadlineExceededError(LatentrayError):
+    """The request's deadline has passed or cannot be met."""
+
+    code = "deadline_exceeded"
+
+
+class PlanError(LatentrayError):
+    """A sparse MLA plan that breaks an invariant or does not fit its tensors."""
+
+    code = "invalid_plan"
+
+
+class CollectiveError(LatentrayError):
+    """A collective that could not complete: a peer is gone or too late."""
+
+    code = "collective_failed"
