@@ -64,6 +64,12 @@ class DeadlineExceededError(LatentrayError):
     code = "deadline_exceeded"
 
 
+class AbortedError(LatentrayError):
+    """The request was ended on purpose: Abort, a cancelled call, a client that went away."""
+
+    code = "aborted"
+
+
 class PlanError(LatentrayError):
     """A sparse MLA plan that breaks an invariant or does not fit its tensors."""
 
