@@ -1,0 +1,63 @@
+"""The one table of error codes: code -> gRPC status, HTTP status, exit code of the CLI.
+
+gRPC statuses are names, so that this module needs no grpc: `grpc.StatusCode[outcome(code).grpc_status]`.
+"""
+
+from dataclasses import dataclass
+
+from kernels_integration.errors import InvalidRequestError, LatentrayError
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+EXIT_PARTLY_FAILED = 3
+EXIT_UNAVAILABLE = 4
+EXIT_INTERNAL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an error leaves the project."""
+
+    grpc_status: str
+    http_status: int
+    exit_code: int
+
+
+OUTCOMES: dict[str, Outcome] = {
+    "invalid_config": Outcome("INVALID_ARGUMENT", 400, EXIT_USAGE),
+    "invalid_checkpoint": Outcome("FAILED_PRECONDITION", 500, EXIT_USAGE),
+    "invalid_request": Outcome("INVALID_ARGUMENT", 400, EXIT_USAGE),
+    "duplicate_request": Outcome("ALREADY_EXISTS", 409, EXIT_USAGE),
+    "aborted": Outcome("CANCELLED", 499, EXIT_UNAVAILABLE),
+    "overloaded": Outcome("RESOURCE_EXHAUSTED", 429, EXIT_UNAVAILABLE),
+    "unavailable": Outcome("UNAVAILABLE", 503, EXIT_UNAVAILABLE),
+    "cluster_too_small": Outcome("UNAVAILABLE", 503, EXIT_UNAVAILABLE),
+    "deadline_exceeded": Outcome("DEADLINE_EXCEEDED", 504, EXIT_UNAVAILABLE),
+    "collective_failed": Outcome("UNAVAILABLE", 503, EXIT_UNAVAILABLE),
+    "invalid_plan": Outcome("INTERNAL", 500, EXIT_INTERNAL),
+    "internal": Outcome("INTERNAL", 500, EXIT_INTERNAL),
+}
+
+
+def outcome(error: LatentrayError | str) -> Outcome:
+    """The row of an error or of a code. A code that nobody registered is an internal fault."""
+    code = error if isinstance(error, str) else error.code
+    return OUTCOMES.get(code, OUTCOMES["internal"])
+
+
+def error_classes() -> list[type[LatentrayError]]:
+    """LatentrayError and every subclass that is imported, parents first."""
+    classes: list[type[LatentrayError]] = [LatentrayError]
+    for cls in classes:
+        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+    return classes
+
+
+def from_code(code: str, message: str, *, field: str = "") -> LatentrayError:
+    """The error that a code stands for, as it comes from another process."""
+    for cls in error_classes():
+        if cls.code == code and cls is not InvalidRequestError:
+            return cls(message)
+    if code == InvalidRequestError.code:
+        return InvalidRequestError(message, field=field)
+    return LatentrayError(message)
