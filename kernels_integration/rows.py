@@ -43,7 +43,7 @@ class RowBatch:
     visible_to: Tensor
     """[T] int64: position + 1, or 0 for a row without KV."""
     write_rows: Tensor
-    """[n] int64: rows whose KV this rank owns and stores."""
+    """[n] int64, ascending: rows whose KV this rank owns and stores."""
     write_slots: Tensor
     """[n] int64: their local slots, all different."""
     groups: tuple[RowGroup, ...]
