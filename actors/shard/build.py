@@ -1,0 +1,35 @@
+"""Put a shard together: checkpoint slice, KV cache, state."""
+
+import torch
+
+from actors.config import GroupConfig
+from actors.model.config import ModelConfig
+from actors.model.model import load_model
+from actors.shard.shard import Shard
+from kernels_integration.collectives import Collectives
+from kernels_integration.dcp import DcpGroup
+from kernels_integration.kv_cache import KVCache
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def build_shard(config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives) -> Shard:
+    """Load this rank's slice of the checkpoint and allocate its KV cache.
+
+    tp: all ranks of the group; dcp_comm: the ranks of this rank's DCP group (consecutive TP ranks).
+    Errors: CheckpointError naming every tensor that does not fit.
+    """
+    model_config = ModelConfig.from_pretrained(config.model_path)
+    dcp = DcpGroup(interleave=config.cp_kv_cache_interleave_size, comm=dcp_comm)
+    with_mtp = config.num_speculative_tokens > 0
+    model = load_model(
+        model_config, config.model_path, dtype=DTYPES[config.dtype], tp=tp, dcp=dcp, with_mtp=with_mtp
+    )
+    cache = KVCache.allocate(
+        num_layers=model_config.num_hidden_layers + int(with_mtp),
+        num_slots=config.num_kv_blocks * config.block_size,
+        latent_dim=model_config.kv_lora_rank + model_config.qk_rope_head_dim,
+        index_dim=model_config.index_head_dim,
+        dtype=DTYPES[config.kv_cache_dtype],
+    )
+    return Shard(config, model, cache, tp=tp, dcp=dcp, num_parts=torch.get_num_threads())

@@ -1,0 +1,120 @@
+"""Hidden states that wait for the MTP layer, per state slot.
+
+The MTP row in slot p needs the target's h[p-1] and the token t[p]. The rows of a request's last token
+step are *unconfirmed* until the coordinator says which tokens were accepted; accepted rows are
+*pending* until a step fills them. At most `capacity` rows (R) wait; older ones fall out, and the MTP
+layer then sees nothing before the first row that is left.
+Source: docs/mtp.md, "pending hidden states" and "k = 0".
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillRows:
+    """Pending rows of some requests, packed by request; ready to run through the MTP layer."""
+
+    starts: Int64s
+    """[b] position of each request's first row."""
+    counts: Int64s
+    """[b]"""
+    token_ids: Tensor
+    """[T] int64: t[p]."""
+    hidden: Tensor
+    """[T, hidden]: h[p-1]."""
+
+
+class PendingRows:
+    """Owner of the waiting hidden states of every state slot."""
+
+    def __init__(self, *, num_slots: int, capacity: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self._capacity = capacity
+        self._hidden = torch.zeros(num_slots * capacity, hidden_size, dtype=dtype)
+        self._tokens = np.zeros((num_slots, capacity), np.int64)
+        self._start = np.zeros(num_slots, np.int64)
+        self._count = np.zeros(num_slots, np.int64)
+        self._unconfirmed = np.zeros(num_slots, np.int64)
+        self._fell_out = np.zeros(num_slots, bool)
+        self._mtp_from = np.ones(num_slots, np.int64)
+
+    def reset(self, slot: int) -> None:
+        """Forget everything of a slot (admission)."""
+        self._count[slot] = self._unconfirmed[slot] = 0
+        self._fell_out[slot] = False
+        self._mtp_from[slot] = 1
+
+    def mtp_from(self, slots: Int64s) -> Int64s:
+        """[b] first position whose MTP entry a request's rows may see (1 unless rows fell out)."""
+        return self._mtp_from[slots]
+
+    def counts(self, slots: Int64s) -> Int64s:
+        """[b] pending rows of each slot."""
+        return self._count[slots]
+
+    def store(self, slots: Int64s, starts: Int64s, counts: Int64s, hidden: Tensor) -> None:
+        """Keep the states of a token step: counts[b] rows of request b, packed in hidden [T, hidden].
+
+        starts[b]: MTP position of the first of them, one past the position of its hidden state.
+        """
+        for slot, start, count in zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            assert self._unconfirmed[slot] == 0, "a token step was stored before the last was confirmed"
+            self._make_room(slot, count)
+            if self._count[slot] == 0:
+                self._start[slot] = start
+        self._hidden.index_copy_(0, self._flat(slots, self._count[slots], counts), hidden)
+        self._unconfirmed[slots] = counts
+
+    def confirm(self, slot: int, tokens: NDArray[np.int32]) -> None:
+        """The first len(tokens) unconfirmed rows were accepted, with these tokens; the rest are dropped."""
+        begin, added = int(self._count[slot]), len(tokens)
+        assert added <= self._unconfirmed[slot], "more tokens accepted than rows computed"
+        self._tokens[slot, begin : begin + added] = tokens
+        self._count[slot] = begin + added
+        self._unconfirmed[slot] = 0
+
+    def take_carried(self, slots: Int64s) -> Tensor:
+        """[b, hidden]: the state that each request's last chunk carried on; nothing waits afterwards."""
+        hidden = self._hidden.index_select(0, torch.from_numpy(slots * self._capacity))
+        self._count[slots] = self._unconfirmed[slots] = 0
+        return hidden
+
+    def take(self, slots: Int64s) -> FillRows:
+        """Remove all pending rows of these slots, in order to fill them."""
+        starts, counts = self._start[slots], self._count[slots]
+        self._mtp_from[slots] = np.where(self._fell_out[slots], starts, self._mtp_from[slots])
+        self._fell_out[slots] = False
+        self._count[slots] = 0
+        rows = self._flat(slots, np.zeros_like(counts), counts)
+        return FillRows(
+            starts=starts,
+            counts=counts,
+            token_ids=torch.from_numpy(self._tokens.reshape(-1)[rows.numpy()]),
+            hidden=self._hidden.index_select(0, rows),
+        )
+
+    def _make_room(self, slot: int, count: int) -> None:
+        """Drop the oldest pending rows so that `count` more fit."""
+        waiting = int(self._count[slot])
+        excess = waiting + count - self._capacity
+        if excess <= 0:
+            return
+        base = slot * self._capacity
+        kept = self._hidden[base + excess : base + waiting].clone()
+        self._hidden[base : base + len(kept)] = kept
+        self._tokens[slot, : len(kept)] = self._tokens[slot, excess:waiting].copy()
+        self._start[slot] += excess
+        self._count[slot] = len(kept)
+        self._fell_out[slot] = True
+
+    def _flat(self, slots: Int64s, offsets: Int64s, counts: Int64s) -> Tensor:
+        """Indices into the flat buffer of rows offsets[b] .. offsets[b] + counts[b] - 1 of each slot."""
+        ends = np.cumsum(counts)
+        begin = np.repeat(slots * self._capacity + offsets - (ends - counts), counts)
+        return torch.from_numpy(begin + np.arange(len(begin)))

@@ -1,0 +1,238 @@
+"""One shard executes steps: draft, verify, sample, report, prompt fill (docs/mtp.md 2).
+
+Everything a message asks for happens here, at its place in step order; nothing is decided here. All
+ranks of a group execute the same step and agree on every token by construction.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.profiler import record_function
+
+from actors.config import GroupConfig
+from actors.messages import StepInput, StepOutput, TokenLogprobs
+from actors.model.model import Model
+from actors.shard.block_tables import BlockTables
+from actors.shard.pending import PendingRows
+from actors.shard.sampling_state import SamplingState
+from actors.shard.step_rows import StepRows
+from kernels_integration.collectives import Collectives
+from kernels_integration.dcp import DcpGroup
+from kernels_integration.kv_cache import KVCache
+from kernels_integration.planner import StepPlanner
+from kernels_integration.rows import RowBatch
+from kernels_integration.sampling import Sampled, sample
+
+PENDING_CAPACITY = 32
+"""Rows per slot that may wait for the MTP layer (R in docs/mtp.md)."""
+
+Int64s = NDArray[np.int64]
+
+
+class Shard:
+    """The state of one rank: model slice, KV cache, block tables, waiting hidden states.
+
+    Errors: PlanError when a message would read or write outside its request's blocks;
+    CollectiveError when a peer is gone.
+    """
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        model: Model,
+        cache: KVCache,
+        *,
+        tp: Collectives,
+        dcp: DcpGroup,
+        num_parts: int,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._cache = cache
+        self._tp = tp
+        self._dcp = dcp
+        self._num_parts = num_parts
+        self._tables = BlockTables(
+            num_slots=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            num_kv_blocks=config.num_kv_blocks,
+            dcp=dcp,
+        )
+        self._sampling = SamplingState(config.max_num_seqs)
+        self._pending = PendingRows(
+            num_slots=config.max_num_seqs if config.num_speculative_tokens else 0,
+            capacity=PENDING_CAPACITY,
+            hidden_size=model.config.hidden_size,
+            dtype=model.dtype,
+        )
+        self._admission = np.full(config.max_num_seqs, -1, np.int64)
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
+        """Run one step. On rank 0 `report` is called as soon as its tokens are known.
+
+        The prompt fill follows the report, off the critical path, and ends before the next step.
+        """
+        rows = StepRows.of(step)
+        self._apply(step, rows)
+        with record_function("draft"):
+            drafts = self._draft(rows)
+        with record_function("verify"):
+            hidden = self._verify(step, rows, drafts)
+        with record_function("sample"):
+            sampled = self._sample(rows, hidden)
+        if self._tp.rank == 0:
+            report(_output(step, rows, drafts, sampled))
+        if self._config.num_speculative_tokens:
+            with record_function("prompt_fill"):
+                self._fill_prompt(step, rows, hidden)
+                self._keep_hidden(rows, hidden)
+
+    def _apply(self, step: StepInput, rows: StepRows) -> None:
+        """Admissions, new blocks and accepted tokens."""
+        for admission in step.admit:
+            self._tables.reset(admission.slot)
+            self._sampling.admit(admission)
+            self._admission[admission.slot] = admission.admission
+            if self._config.num_speculative_tokens:
+                self._pending.reset(admission.slot)
+        assert (self._admission[rows.slots] == step.admission).all(), "a row of a request not admitted here"
+        for i, slot in enumerate(rows.slots.tolist()):
+            begin, end = step.new_blocks_indptr[i], step.new_blocks_indptr[i + 1]
+            if begin < end:
+                self._tables.append(slot, step.new_blocks[begin:end])
+            if i < rows.num_verifies and self._config.num_speculative_tokens:
+                accepted = step.accepted[step.accepted_indptr[i] : step.accepted_indptr[i + 1]]
+                self._pending.confirm(slot, accepted)
+
+    def _draft(self, rows: StepRows) -> Tensor:
+        """[sum k] int64 draft tokens, packed by request: the pending rows, then k - 1 single rows."""
+        if not rows.fill.any():
+            return torch.empty(0, dtype=torch.int64)
+        state = self._fill(rows)
+        num_drafting, k_max = rows.num_drafting(0), int(rows.k[0])
+        drafts = torch.empty(num_drafting, k_max, dtype=torch.int64)
+        for i in range(k_max):
+            active = rows.num_drafting(i)
+            slots, anchors = rows.slots[:active], rows.starts[:active]
+            tokens = self._sample_tokens(state[:active], slots, anchors + i + 1)
+            drafts[:active, i] = tokens
+            following = rows.num_drafting(i + 1)
+            if following:
+                slots, anchors = rows.slots[:following], rows.starts[:following]
+                ones = np.ones(following, np.int64)
+                row_batch = self._mtp_rows(slots, anchors + i + 1, ones)
+                state = self._mtp(tokens[:following], state[:following], row_batch)
+        if num_drafting and rows.k[num_drafting - 1] == k_max:
+            return drafts.reshape(-1)
+        return drafts[torch.arange(k_max) < torch.from_numpy(rows.k[:num_drafting, None])]
+
+    def _fill(self, rows: StepRows) -> Tensor:
+        """Run the MTP layer over the pending rows; the states of the drafting requests' anchors.
+
+        Requests are ordered by their number of pending rows, so that equal ones form one row group.
+        """
+        slots = rows.slots[: rows.num_verifies][rows.fill]
+        order = np.argsort(self._pending.counts(slots), kind="stable")
+        fill = self._pending.take(slots[order])
+        row_batch = self._mtp_rows(slots[order], fill.starts, fill.counts)
+        state = self._mtp(fill.token_ids, fill.hidden, row_batch)
+        anchor_rows = np.empty_like(order)
+        anchor_rows[order] = np.cumsum(fill.counts) - 1
+        return state[torch.from_numpy(anchor_rows[: rows.num_drafting(0)])]
+
+    def _verify(self, step: StepInput, rows: StepRows, drafts: Tensor) -> Tensor:
+        """[T, hidden] states of the target over anchors, drafts and chunk rows, in one forward."""
+        token_ids = torch.empty(rows.num_rows, dtype=torch.int64)
+        verify_rows = np.arange(rows.num_verify_rows)
+        anchor_rows = np.cumsum(rows.k + 1) - (rows.k + 1)
+        anchors = step.accepted[step.accepted_indptr[1 : rows.num_verifies + 1] - 1]
+        token_ids[torch.from_numpy(anchor_rows)] = torch.from_numpy(anchors.astype(np.int64))
+        token_ids[torch.from_numpy(np.setdiff1d(verify_rows, anchor_rows, assume_unique=True))] = drafts
+        token_ids[rows.num_verify_rows :] = torch.from_numpy(step.ids.astype(np.int64))
+        row_batch = self._tables.rows(rows.slots, rows.starts, rows.counts, readonly=rows.readonly)
+        return self._model.forward(token_ids, row_batch, self._cache, self._planner())
+
+    def _sample(self, rows: StepRows, hidden: Tensor) -> Sampled:
+        """The target's own token of every verify row and of every final chunk."""
+        target_rows, slots, positions = rows.sampled_rows()
+        if len(target_rows) < len(hidden):
+            hidden = hidden[torch.from_numpy(target_rows)]
+        sampling = self._sampling.rows(slots, positions, with_logprobs=True)
+        return sample(self._model.logits(hidden), self._model.vocab_start, sampling, self._tp)
+
+    def _sample_tokens(self, state: Tensor, slots: Int64s, positions: Int64s) -> Tensor:
+        sampling = self._sampling.rows(slots, positions, with_logprobs=False)
+        return sample(self._model.logits(state), self._model.vocab_start, sampling, self._tp).tokens
+
+    def _fill_prompt(self, step: StepInput, rows: StepRows, hidden: Tensor) -> None:
+        """Run the MTP layer over the chunks' own rows: slot p from h[p-1] and t[p]; slot 0 stays empty."""
+        chunks = slice(rows.num_verifies, None)
+        slots, starts, counts = rows.slots[chunks], rows.starts[chunks], rows.counts[chunks]
+        firsts = np.maximum(starts + rows.readonly[chunks], 1)
+        fills = starts + counts - firsts
+        if not fills.sum():
+            return
+        chunk_hidden = hidden[rows.num_verify_rows :]
+        first_rows = np.cumsum(counts) - counts
+        request = np.repeat(np.arange(len(slots)), fills)
+        positions = firsts[request] + np.arange(len(request)) - (np.cumsum(fills) - fills)[request]
+        offsets = positions - starts[request]
+        previous = first_rows[request] + offsets - 1
+        continued = np.flatnonzero(starts > 0)
+        if len(continued):  # the state before the chunk was carried on by the chunk before it
+            carried_row = np.zeros(len(slots), np.int64)
+            carried_row[continued] = len(chunk_hidden) + np.arange(len(continued))
+            previous = np.where(offsets == 0, carried_row[request], previous)
+            carried = self._pending.take_carried(slots[continued])
+            chunk_hidden = torch.cat([chunk_hidden, carried])
+        token_ids = torch.from_numpy(step.ids.astype(np.int64)[first_rows[request] + offsets])
+        filled = fills > 0
+        row_batch = self._mtp_rows(slots[filled], firsts[filled], fills[filled])
+        self._mtp(token_ids, chunk_hidden[torch.from_numpy(previous)], row_batch)
+
+    def _keep_hidden(self, rows: StepRows, hidden: Tensor) -> None:
+        """States wait for the MTP layer: all verify rows, and the last row of each chunk."""
+        v = rows.num_verifies
+        last_rows = np.cumsum(rows.counts)[v:] - 1
+        kept = np.concatenate([np.arange(rows.num_verify_rows), last_rows])
+        ends = rows.starts + rows.counts
+        self._pending.store(
+            rows.slots,
+            np.concatenate([rows.starts[:v] + 1, ends[v:]]),
+            np.concatenate([rows.counts[:v], np.ones(len(last_rows), np.int64)]),
+            hidden if len(kept) == len(hidden) else hidden[torch.from_numpy(kept)],
+        )
+
+    def _mtp_rows(self, slots: Int64s, starts: Int64s, counts: Int64s) -> RowBatch:
+        return self._tables.rows(slots, starts, counts, visible_from=self._pending.mtp_from(slots))
+
+    def _mtp(self, token_ids: Tensor, previous: Tensor, row_batch: RowBatch) -> Tensor:
+        return self._model.mtp_forward(token_ids, previous, row_batch, self._cache, self._planner())
+
+    def _planner(self) -> StepPlanner:
+        # Under DCP the KV that a rank owns of a selection differs by layer, so does the split.
+        return StepPlanner(self._num_parts, reuse_split=self._dcp.size == 1)
+
+
+def _output(step: StepInput, rows: StepRows, drafts: Tensor, sampled: Sampled) -> StepOutput:
+    draft_ids, tokens = drafts.numpy(), sampled.tokens.numpy()
+    logprobs = sampled.logprobs
+    return StepOutput(
+        epoch=step.epoch,
+        step=step.step,
+        drafts=draft_ids.astype(np.int32),
+        tokens=tokens.astype(np.int32),
+        length=rows.lengths(draft_ids, tokens),
+        logprobs=logprobs
+        and TokenLogprobs(
+            sampled=logprobs.sampled.numpy().astype(np.float32),
+            top_ids=logprobs.top_ids.numpy().astype(np.int32).reshape(-1),
+            top_values=logprobs.top_values.numpy().astype(np.float32).reshape(-1),
+            num_top=logprobs.top_ids.shape[1],
+        ),
+    )

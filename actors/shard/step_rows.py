@@ -1,0 +1,98 @@
+"""A step's message, unpacked into the row arithmetic that draft, verify and report share."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.messages import RowKind, StepInput
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """N scheduled requests, verifies first by k descending, then chunks.
+
+    Target rows are packed in that order: k + 1 rows a verify (the anchor and its drafts), then the
+    chunks' rows.
+    """
+
+    slots: Int64s
+    """[N] state slot."""
+    starts: Int64s
+    """[N] position of the first row."""
+    counts: Int64s
+    """[N] target rows."""
+    k: Int64s
+    """[num_verifies]"""
+    fill: NDArray[np.bool_]
+    """[num_verifies]"""
+    readonly: Int64s
+    """[N] leading rows that do not write."""
+    final: NDArray[np.bool_]
+    """[N] a final chunk."""
+    num_verifies: int
+    num_verify_rows: int
+
+    @classmethod
+    def of(cls, step: StepInput) -> "StepRows":
+        is_verify = step.kind == RowKind.VERIFY
+        num_verifies = int(is_verify.sum())
+        k = step.k[:num_verifies].astype(np.int64)
+        assert is_verify[:num_verifies].all(), "verifies stand before chunks"
+        assert (np.diff(k) <= 0).all(), "verifies are ordered by k, descending"
+        counts = np.diff(step.ids_indptr).astype(np.int64)
+        counts[:num_verifies] = k + 1
+        return cls(
+            slots=step.slot.astype(np.int64),
+            starts=step.start.astype(np.int64),
+            counts=counts,
+            k=k,
+            fill=step.fill[:num_verifies].astype(bool),
+            readonly=step.readonly.astype(np.int64),
+            final=step.kind == RowKind.FINAL_CHUNK,
+            num_verifies=num_verifies,
+            num_verify_rows=int(counts[:num_verifies].sum()),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.counts.sum())
+
+    def num_drafting(self, i: int) -> int:
+        """Requests that take more than i drafts; they stand first."""
+        return int((self.k > i).sum())
+
+    def sampled_rows(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Rows whose token is drawn: every verify row, then the last row of each final chunk.
+
+        Returns target row [M], state slot [M], and position of the token drawn [M] (row position + 1).
+        """
+        v = self.num_verifies
+        ends = np.cumsum(self.counts)
+        rows = np.concatenate([np.arange(self.num_verify_rows), ends[self.final] - 1])
+        slots = np.concatenate([np.repeat(self.slots[:v], self.counts[:v]), self.slots[self.final]])
+        first_rows = np.repeat(ends[:v] - self.counts[:v], self.counts[:v])
+        verify_positions = (
+            np.repeat(self.starts[:v], self.counts[:v]) + rows[: self.num_verify_rows] - first_rows
+        )
+        chunk_positions = (self.starts + self.counts - 1)[self.final]
+        return rows, slots, np.concatenate([verify_positions, chunk_positions]) + 1
+
+    def lengths(self, drafts: Int64s, tokens: Int64s) -> NDArray[np.int32]:
+        """[N] committed tokens after the step, by the acceptance rule (docs/mtp.md 4).
+
+        A verify adds the target's token of each row up to the first draft that differs from it; a
+        final chunk adds one token; a middle chunk none.
+        """
+        lengths = self.starts + self.counts
+        lengths[self.final] += 1
+        if self.num_verifies:
+            tokens_indptr = np.concatenate(([0], np.cumsum(self.k + 1)))
+            drafts_indptr = np.concatenate(([0], np.cumsum(self.k)))
+            for i, k in enumerate(self.k.tolist()):
+                own = tokens[tokens_indptr[i] : tokens_indptr[i] + k]
+                held = drafts[drafts_indptr[i] : drafts_indptr[i] + k] == own
+                lengths[i] = self.starts[i] + 2 + int(np.logical_and.accumulate(held).sum())
+        return lengths.astype(np.int32)
