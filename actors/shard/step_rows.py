@@ -81,7 +81,7 @@ class StepRows:
         return rows, slots, np.concatenate([verify_positions, chunk_positions]) + 1
 
     def lengths(self, drafts: Int64s, tokens: Int64s) -> NDArray[np.int32]:
-        """[N] committed tokens after the step, by the acceptance rule (docs/mtp.md 4).
+        """[N] committed tokens after the step, by the acceptance rule (docs/contracts/mtp.md 4).
 
         A verify adds the target's token of each row up to the first draft that differs from it; a
         final chunk adds one token; a middle chunk none.

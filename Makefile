@@ -1,0 +1,52 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help setup setup-dev demo serve test test-fast lint format clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed  ## create .venv and install latentray for the CPU
+
+setup-dev: $(VENV)/.installed-dev  ## the same, with what tests and linters need
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"latentray needs Python >= 3.11; {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.python pyproject.toml constraints-cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[test,lint]'
+	@touch $@
+
+demo: setup  ## a local Ray group (tp 2, dcp 2, 3 drafts) answers two prompts over gRPC
+	$(BIN)/python -m cluster demo
+
+serve: setup  ## serve the bundled checkpoint; pass flags with ARGS="-tp 2 --port 50051"
+	$(BIN)/latentray serve $(ARGS)
+
+test: setup-dev  ## all tests: unit, Ray, gateway, end to end
+	$(PYTEST) tests
+
+test-fast: setup-dev  ## unit tests only: no Ray, no sockets
+	$(PYTEST) tests/unit -m "not slow"
+
+lint: setup-dev  ## ruff, mypy, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup-dev  ## rewrite files to the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
