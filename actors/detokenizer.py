@@ -1,0 +1,94 @@
+"""Token ids to text, a few at a time, as a tokenizer would decode them all at once.
+
+`tokenizers.decoders.DecodeStream` keeps every id since the last complete character: a long run of
+broken bytes costs quadratic time (4000 of them: 0.9 s) and its text never appears. Here a short window of the
+newest ids is decoded again on every push, and its head is dropped where that provably changes nothing.
+"""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 3
+"""An unfinished UTF-8 sequence has at most three bytes: one U+FFFD with a byte-level decoder, one for each
+byte with byte fallback."""
+_KEEP = 6
+"""Ids that stay in the window at least: a few more than one character can span."""
+_SHRINK_AT = 24
+
+
+class IncrementalDetokenizer:
+    """Text of a growing list of token ids.
+
+    Everything that `push` and `finish` return, joined, equals `tokenizer.decode(all ids)` for any cutting
+    into pushes. Text is returned once no later token can change it: never half a UTF-8 sequence. Linear
+    time. (A byte-fallback decoder judges a run of byte tokens as a whole; such a run that starts well formed
+    and later breaks is the one case where the streamed text differs.)
+    """
+
+    __slots__ = ("_emitted", "_ids", "_shrink_at", "_skip_special_tokens", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._emitted = 0  # characters of the window's text that were returned
+        self._shrink_at = _SHRINK_AT
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids make certain; may be empty."""
+        self._ids.extend(token_ids)
+        text = self._decode(self._ids)
+        certain = len(text) - _num_held(text)
+        new = text[self._emitted : certain]
+        self._emitted = max(self._emitted, certain)
+        if len(self._ids) >= self._shrink_at:
+            self._shrink(text, certain)
+        return new
+
+    def finish(self) -> str:
+        """The rest, with U+FFFD for bytes that stayed incomplete. The detokenizer is then empty."""
+        rest = self._decode(self._ids)[self._emitted :]
+        self._ids, self._emitted, self._shrink_at = [], 0, _SHRINK_AT
+        return rest
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _shrink(self, text: str, certain: int) -> None:
+        """Drop the window's head, one id of context aside (a decoder may strip the first word's space).
+
+        A cut is safe where the parts decode to the same text as the whole and a certain character follows
+        it: a character that spans the cut would appear in both parts.
+        """
+        ids = self._ids
+        for cut in range(len(ids) - _KEEP, max(len(ids) - 3 * _KEEP, 0), -1):
+            head = self._decode(ids[:cut])
+            context = self._decode(ids[cut - 1 : cut])
+            tail = self._decode(ids[cut - 1 :])
+            rest = tail[len(context) :]
+            if certain > len(head) and tail.startswith(context) and head + rest == text:
+                self._ids = ids[cut - 1 :]
+                self._emitted -= len(head) - len(context)
+                break
+        else:
+            self._ids = self._without_invisible(ids)
+        self._shrink_at = max(_SHRINK_AT, 2 * len(self._ids))
+
+    def _without_invisible(self, ids: list[int]) -> list[int]:
+        """Without the ids that decode to nothing anywhere: unknown ones and, if skipped, special ones."""
+        special = (
+            {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+            if self._skip_special_tokens
+            else set()
+        )
+        return [i for i in ids if i not in special and self._tokenizer.id_to_token(i) is not None]
+
+
+def _num_held(text: str) -> int:
+    """Trailing characters that a later token may still change."""
+    held = 0
+    while held < min(_MAX_HELD, len(text)) and text[-1 - held] == _REPLACEMENT:
+        held += 1
+    return held

@@ -1,0 +1,45 @@
+"""How a group is doing: a snapshot that travels with heartbeats. Totals count from its start."""
+
+import msgspec
+
+
+class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of one coordinator."""
+
+    running: int = 0
+    """Requests with a state slot."""
+    waiting: int = 0
+    """Requests without one: not yet admitted, or preempted."""
+    num_used_blocks: int = 0
+    num_kv_blocks: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens of accepted requests."""
+    num_generated_tokens: int = 0
+    """Tokens committed (what the streams carried)."""
+    num_verifies: int = 0
+    proposed: tuple[int, ...] = ()
+    """Drafts proposed at positions 1..num_speculative_tokens."""
+    accepted: tuple[int, ...] = ()
+    """Of these, accepted - counted before a stop cuts the run."""
+    num_steps: int = 0
+    num_rows: int = 0
+    """Rows of all steps: anchors, drafts and chunks."""
+    schedule_s: float = 0.0
+    """Time spent choosing steps."""
+    step_s: float = 0.0
+    """Time from a step's choice to its report."""
+    process_s: float = 0.0
+    """Time spent on reports."""
+
+    @property
+    def tokens_per_verify(self) -> float:
+        """Mean tokens that a verify emits before stops; 0 without verifies."""
+        return 1 + sum(self.accepted) / self.num_verifies if self.num_verifies else 0.0
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """By draft position: accepted / proposed (0 where none was proposed)."""
+        return tuple(a / p if p else 0.0 for a, p in zip(self.accepted, self.proposed, strict=True))
