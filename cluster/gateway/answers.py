@@ -1,0 +1,85 @@
+"""Updates of a request -> the messages of its Generate stream.
+
+A streamed answer is chunks, then one `complete`. Chunks are deltas: ids, counts and log probabilities
+of the tokens that are new. `complete` holds the totals and all ids in both modes, so a client may read
+either; log probabilities stand in chunks when streaming and in `complete` when not (never twice:
+they are the bulk of an answer, and a `complete` must fit one message).
+"""
+
+from collections.abc import Sequence
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from actors.requests import RequestUpdate, TokenLogprob
+from cluster.gateway.hold_back import HoldBack
+
+
+class Answer:
+    """What to send for each update of one request."""
+
+    def __init__(self, *, stream: bool, hold_back: HoldBack | None) -> None:
+        self._stream = stream
+        self._hold_back = hold_back if stream else None
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._num_sent = 0
+
+    def messages(self, update: RequestUpdate) -> list[pb.GenerateResponse]:
+        """The chunk (if tokens may go) and, with the last update, the `complete`."""
+        self._token_ids += update.token_ids
+        self._logprobs += update.logprobs
+        messages = []
+        if self._stream and (num_new := self._num_sendable(update)):
+            messages.append(pb.GenerateResponse(chunk=self._chunk(num_new, update)))
+        if update.finish_reason is not None:
+            messages.append(pb.GenerateResponse(complete=self._complete(update)))
+        return messages
+
+    def _num_sendable(self, update: RequestUpdate) -> int:
+        if update.finish_reason is not None:
+            return len(self._token_ids) - self._num_sent
+        if self._hold_back is None:
+            return len(update.token_ids)
+        return self._hold_back.push(update.token_ids)
+
+    def _chunk(self, num_new: int, update: RequestUpdate) -> pb.GenerateStreamChunk:
+        new = slice(self._num_sent, self._num_sent + num_new)
+        self._num_sent += num_new
+        return pb.GenerateStreamChunk(
+            token_ids=self._token_ids[new],
+            prompt_tokens=update.num_prompt_tokens,
+            completion_tokens=num_new,
+            cached_tokens=update.num_cached_tokens,
+            output_logprobs=_output_logprobs(self._logprobs[new]),
+        )
+
+    def _complete(self, update: RequestUpdate) -> pb.GenerateComplete:
+        complete = pb.GenerateComplete(
+            output_ids=self._token_ids,
+            finish_reason=update.finish_reason,
+            prompt_tokens=update.num_prompt_tokens,
+            completion_tokens=update.num_completion_tokens,
+            cached_tokens=update.num_cached_tokens,
+            output_logprobs=None if self._stream else _output_logprobs(self._logprobs),
+            spec_accepted_tokens=update.num_accepted_tokens,
+            spec_draft_tokens=update.num_draft_tokens,
+        )
+        if isinstance(update.matched_stop, str):
+            complete.matched_stop_str = update.matched_stop
+        elif update.matched_stop is not None:
+            complete.matched_token_id = update.matched_stop
+        return complete
+
+
+def _output_logprobs(logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None:
+    if not logprobs:
+        return None
+    return pb.OutputLogProbs(
+        token_logprobs=[entry.logprob for entry in logprobs],
+        token_ids=[entry.token_id for entry in logprobs],
+        top_logprobs=[
+            pb.TopLogProbs(token_ids=[t for t, _ in entry.top], values=[v for _, v in entry.top])
+            for entry in logprobs
+            if entry.top
+        ],
+    )

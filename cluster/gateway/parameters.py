@@ -1,0 +1,155 @@
+"""GenerateRequest -> prompt and SamplingParams, by the presence rules of the proto.
+
+Every field of the proto is named in exactly one of the tables below (a test holds them against the
+descriptor), so no parameter is ever ignored in silence. Serving one more means: delete its row,
+fill it in `sampling_params`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from actors.sampling_params import MAX_LOGPROBS, SamplingParams
+from kernels_integration.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A field of a message that only its neutral values are accepted for."""
+
+    field: str
+    neutral: str
+    """The values that pass, in words."""
+    is_neutral: Callable[[Any], bool]
+
+
+def _present(field: str) -> Unserved:
+    """A field with presence: asked for as soon as it is set."""
+    return Unserved(field, "unset", lambda message: not message.HasField(field))
+
+
+def _values(field: str, *neutral: float) -> Unserved:
+    """A scalar field without presence."""
+    words = " or ".join(map(str, neutral))
+    return Unserved(field, words, lambda message: getattr(message, field) in neutral)
+
+
+def _empty(field: str) -> Unserved:
+    """A list or map."""
+    return Unserved(field, "empty", lambda message: not getattr(message, field))
+
+
+def _false(field: str) -> Unserved:
+    return Unserved(field, "false", lambda message: not getattr(message, field))
+
+
+UNSERVED_PARAMETERS: tuple[Unserved, ...] = (
+    _values("frequency_penalty", 0),
+    _values("presence_penalty", 0),
+    _values("repetition_penalty", 0, 1),
+    _values("min_tokens", 0),
+    _values("n", 0, 1),
+    _empty("logit_bias"),
+    _present("prompt_logprobs"),
+    Unserved(
+        "logprobs",
+        f"unset or 0 to {MAX_LOGPROBS}",
+        lambda p: not p.HasField("logprobs") or 0 <= p.logprobs <= MAX_LOGPROBS,
+    ),
+    _false("include_stop_str_in_output"),
+    _present("truncate_prompt_tokens"),
+    _present("json_schema"),
+    _present("regex"),
+    _present("grammar"),
+    _present("structural_tag"),
+    _present("json_object"),
+    _present("choice"),
+)
+SERVED_PARAMETERS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_tokens",
+        "stop",
+        "stop_token_ids",
+        "skip_special_tokens",
+        "ignore_eos",
+        "logprobs",
+        "seed",
+    }
+)
+INEFFECTIVE_PARAMETERS = {
+    "spaces_between_special_tokens": "text is made by the client; the stream holds token ids",
+    "grammar_from_first_token": "qualifies a constraint, and constraints are refused",
+}
+
+UNSERVED_INPUTS: tuple[Unserved, ...] = (
+    _present("kv_transfer_params"),
+    _present("kv_transfer_params_json"),
+    _present("mm_inputs"),
+    _empty("extra_mm_inputs"),
+    _present("media_refs"),
+    Unserved(
+        "data_parallel_rank",
+        "unset or 0",
+        lambda request: not request.HasField("data_parallel_rank") or request.data_parallel_rank == 0,
+    ),
+)
+SERVED_INPUTS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream"})
+
+
+def prompt(request: pb.GenerateRequest) -> str | Sequence[int]:
+    """The request's text, or its token ids. Errors: InvalidRequestError when it has neither."""
+    _refuse_unserved(request, UNSERVED_INPUTS)
+    match request.WhichOneof("input"):
+        case "tokenized":
+            return tuple(request.tokenized.input_ids)
+        case "text":
+            return str(request.text)
+    raise InvalidRequestError("the request has no input; set tokenized.input_ids or text", field="input")
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """Unset temperature = 1, top_p 0 = unset, max_tokens unset = to the context's end, as in vLLM's server.
+
+    Errors: InvalidRequestError naming the first field that is out of range or not served.
+    """
+    _refuse_unserved(message, UNSERVED_PARAMETERS)
+    return SamplingParams(
+        temperature=_decimal(message.temperature) if message.HasField("temperature") else 1.0,
+        top_p=_decimal(message.top_p) if message.top_p != 0 else 1.0,
+        top_k=message.top_k,
+        min_p=_decimal(message.min_p),
+        seed=message.seed if message.HasField("seed") else None,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        skip_special_tokens=message.skip_special_tokens,
+    )
+
+
+def _refuse_unserved(message: Any, table: Sequence[Unserved]) -> None:
+    for row in table:
+        if not row.is_neutral(message):
+            raise InvalidRequestError(
+                f"{row.field} is {_shown(getattr(message, row.field))}, which this server does not support; "
+                f"supported: {row.neutral}",
+                field=row.field,
+            )
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal that is this float32: 0.8 stays 0.8, so a seeded stream is that of `LLM`."""
+    return float(str(np.float32(value)))

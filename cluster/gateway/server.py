@@ -1,0 +1,129 @@
+"""One port: the engine's service, grpc.health.v1 and reflection."""
+
+import asyncio
+import errno
+import socket
+
+from grpc import aio
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from actors.config import GroupConfig
+from cluster.frontend import ModelFrontend
+from cluster.gateway.group import Group
+from cluster.gateway.health import GroupHealth
+from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
+from cluster.gateway.servicer import SERVICE_NAME, VllmEngineServicer
+from kernels_integration.errors import ConfigError, UnavailableError
+
+_CLOSE_GRACE_S = 0.5
+"""For the last statuses to leave, and for health watchers to read NOT_SERVING."""
+
+
+class GatewayServer:
+    """A gRPC server in the running event loop. `group` is connected, and outlives the server."""
+
+    def __init__(
+        self,
+        *,
+        frontend: ModelFrontend,
+        group: Group,
+        config: GroupConfig,
+        host: str = "127.0.0.1",
+        port: int = 50051,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._host = host
+        self.port = port
+        """0 until start() has taken a free one."""
+        self._health = GroupHealth(group, (SERVICE_NAME,))
+        self._servicer = VllmEngineServicer(
+            frontend=frontend,
+            group=group,
+            config=config,
+            health=self._health,
+            max_message_bytes=max_message_bytes,
+        )
+        self._max_message_bytes = max_message_bytes
+        self._server: aio.Server | None = None
+        self._sampling: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        """host:port, as clients write it."""
+        return _joined(self._host, self.port)
+
+    async def start(self) -> None:
+        """Listen. Errors: ConfigError when the port is taken or the host is not this machine's."""
+        _require_free(self._host, self.port)
+        server = aio.server(options=server_options(self._max_message_bytes))
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            self.port = server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise _cannot_listen(self._host, self.port, str(error)) from error
+        await server.start()
+        self._server = server
+        self._sampling = asyncio.create_task(self._servicer.loads.sample_group())
+
+    async def wait(self) -> None:
+        """Until the server has stopped."""
+        await self._stopped.wait()
+
+    async def stop(self, drain_s: float = 30.0) -> None:
+        """Refuse new requests, give live ones `drain_s` seconds, end the rest with UNAVAILABLE, close."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        self._health.draining = True
+        live = self._servicer.live
+        try:
+            async with asyncio.timeout(drain_s):
+                await live.wait_until_empty()
+        except TimeoutError:
+            live.end_all(UnavailableError(f"the server stopped after draining for {drain_s:g} s; ask again"))
+            await live.wait_until_empty()
+        if self._sampling is not None:
+            self._sampling.cancel()
+        await server.stop(_CLOSE_GRACE_S)
+        self._stopped.set()
+
+
+def _require_free(host: str, port: int) -> None:
+    """Bind every address of the host once: gRPC is content with one of them, and says less when it fails."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, str(error)) from error
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise ConfigError(
+                        f"port {port} of {host} is in use; stop the server that has it, "
+                        "or pass another --port (0 takes a free one)"
+                    ) from error
+                if error.errno == errno.EADDRNOTAVAIL and len(addresses) > 1:
+                    continue  # localhost may name ::1 where IPv6 is off
+                raise _cannot_listen(host, port, str(error)) from error
+
+
+def _cannot_listen(host: str, port: int, cause: str) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {_joined(host, port)}: {cause}; pass an address of this machine as --host "
+        "(0.0.0.0 for all) and a port that you may use as --port"
+    )
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

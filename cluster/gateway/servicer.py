@@ -1,0 +1,198 @@
+"""vllm.grpc.engine.VllmEngine over one group.
+
+A request's life here: parameters -> frontend (tokenise, validate, seed) -> group.generate -> Answer ->
+the wire. A call that ends in any way but its last update closes the group's iterator, which aborts.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from grpc import aio
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from actors.config import GroupConfig
+from actors.requests import Request
+from cluster.frontend import ModelFrontend
+from cluster.gateway import parameters, server_facts
+from cluster.gateway.answers import Answer
+from cluster.gateway.group import Group
+from cluster.gateway.health import GroupHealth
+from cluster.gateway.hold_back import HoldBack
+from cluster.gateway.live_requests import LiveRequest, LiveRequests
+from cluster.gateway.loads import Loads
+from cluster.gateway.options import require_message_fits
+from cluster.gateway.statuses import errors_as_status
+from cluster.gateway.tokenizer_bundle import TokenizerBundle
+from kernels_integration.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
+REQUEST_ID_KEY = "latentray-request-id"
+SEED_KEY = "latentray-seed"
+"""Initial metadata of Generate: the id (drawn here when the request has none) and the effective seed."""
+_LONG_TEXT = 8192
+"""Characters; a few milliseconds of tokenising."""
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """Every RPC of the service; those of later features are UNIMPLEMENTED by the generated base class."""
+
+    def __init__(
+        self,
+        *,
+        frontend: ModelFrontend,
+        group: Group,
+        config: GroupConfig,
+        health: GroupHealth,
+        max_message_bytes: int,
+    ) -> None:
+        self._frontend = frontend
+        self._group = group
+        self._config = config
+        self._health = health
+        self._max_message_bytes = max_message_bytes
+        self.live = LiveRequests()
+        self.loads = Loads(group, self.live, config)
+        self._model_info = server_facts.model_info(config, frontend)
+        self._bundle: TokenizerBundle | None = None
+        self._started_at_s = time.monotonic()
+        self._last_received_at_s = 0.0
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: aio.ServicerContext
+    ) -> None:
+        async with errors_as_status(context, "Generate"):
+            self._last_received_at_s = time.time()
+            deadline_s = _remaining_s(context)
+            if self._health.draining:
+                raise UnavailableError("the server is draining and takes no new requests; ask another one")
+            request_id = request.request_id or f"generate-{uuid.uuid4().hex}"
+            live = LiveRequest()
+            await self.live.run(
+                request_id, live, self._generate(request_id, request, live, context, deadline_s)
+            )
+
+    async def _generate(
+        self,
+        request_id: str,
+        message: pb.GenerateRequest,
+        live: LiveRequest,
+        context: aio.ServicerContext,
+        deadline_s: float | None,
+    ) -> None:
+        # gRPC cancels the call at its deadline as well, but the client alone learns why.
+        try:
+            async with asyncio.timeout(deadline_s) as deadline:
+                request = await self._validated(request_id, message)
+                live.num_prompt_tokens = len(request.prompt_token_ids)
+                answer = Answer(stream=message.stream, hold_back=self._hold_back(request))
+                await context.send_initial_metadata(_metadata(request))
+                async with aclosing(self._group.generate(request)) as updates:
+                    async for update in updates:
+                        live.answered = True
+                        for response in answer.messages(update):
+                            await self._write(response, context)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceededError(
+                f"the deadline passed after {deadline_s:.3f} s; allow more time or ask for fewer tokens"
+            ) from error
+
+    async def _validated(self, request_id: str, message: pb.GenerateRequest) -> Request:
+        require_message_fits(
+            "the request", message.ByteSize(), self._max_message_bytes, "send a shorter prompt"
+        )
+        params = parameters.sampling_params(message.sampling_params)
+        prompt = parameters.prompt(message)
+        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+            # The other streams must not wait for it; `tokenizers` runs without the interpreter's lock.
+            return await asyncio.to_thread(self._frontend.build_request, request_id, prompt, params)
+        return self._frontend.build_request(request_id, prompt, params)
+
+    def _hold_back(self, request: Request) -> HoldBack | None:
+        params = request.params
+        if not params.stop:
+            return None
+        return HoldBack(self._frontend.tokenizer, params.stop, skip_special_tokens=params.skip_special_tokens)
+
+    async def _write(self, message: pb.GenerateResponse, context: aio.ServicerContext) -> None:
+        require_message_fits(
+            "the answer", message.ByteSize(), self._max_message_bytes, "ask with stream = true"
+        )
+        await context.write(message)
+
+    async def Abort(  # noqa: N802
+        self, request: pb.AbortRequest, context: aio.ServicerContext
+    ) -> pb.AbortResponse:
+        """Ends the requests' Generate calls with CANCELLED, whether or not the group still answers."""
+        async with errors_as_status(context, "Abort"):
+            self.live.end(request.request_ids, AbortedError("the request was ended by Abort"))
+            # An id that is not live here may be another gateway's.
+            await self._group.abort(request.request_ids)
+        return pb.AbortResponse()
+
+    async def HealthCheck(  # noqa: N802
+        self, request: pb.HealthCheckRequest, context: aio.ServicerContext
+    ) -> pb.HealthCheckResponse:
+        return pb.HealthCheckResponse(healthy=self._health.serving, message=self._health.message)
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        return self._model_info
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        info = server_facts.server_info(self._config)
+        info.active_requests = len(self.live)
+        info.is_paused = self._health.draining
+        info.last_receive_timestamp = self._last_received_at_s
+        info.uptime_seconds = time.monotonic() - self._started_at_s
+        return info
+
+    async def GetLoads(  # noqa: N802
+        self, request: pb.GetLoadsRequest, context: aio.ServicerContext
+    ) -> pb.GetLoadsResponse:
+        async with errors_as_status(context, "GetLoads"):
+            if request.HasField("dp_rank") and request.dp_rank != 0:
+                raise InvalidRequestError(
+                    f"dp_rank is {request.dp_rank}; this server has one group, with rank 0", field="dp_rank"
+                )
+            return self.loads.response()
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: common_pb2.GetTokenizerRequest, context: aio.ServicerContext
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        async with errors_as_status(context, "GetTokenizer"):
+            if self._bundle is None:
+                self._bundle = await asyncio.to_thread(TokenizerBundle, self._config.model_path)
+            for chunk in self._bundle.chunks():
+                yield chunk
+
+
+def _remaining_s(context: aio.ServicerContext) -> float | None:
+    """Seconds to the call's deadline. Errors: DeadlineExceededError when it has passed."""
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceededError("the deadline had passed when the request arrived; allow more time")
+    return remaining_s
+
+
+def _metadata(request: Request) -> tuple[tuple[str, str], ...]:
+    seed = (SEED_KEY, str(request.seed))
+    # Metadata is printable ASCII; an id of other characters is known to its sender anyway.
+    shown = request.request_id.isascii() and request.request_id.isprintable()
+    return (seed, (REQUEST_ID_KEY, request.request_id)) if shown else (seed,)

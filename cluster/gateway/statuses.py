@@ -1,0 +1,84 @@
+"""LatentrayError -> gRPC status with details; nothing leaves a handler as UNKNOWN."""
+
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from cluster.errors import outcome
+from kernels_integration.errors import InvalidRequestError, LatentrayError
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "latentray"
+"""ErrorInfo.domain; ErrorInfo.reason is the error's code in capitals."""
+RETRY_AFTER_S = 1
+"""Told to clients that may retry: long enough for a step and a heartbeat, short for a person."""
+MAX_MESSAGE_BYTES = 1024
+"""A status travels in HTTP/2 headers (three copies, percent-encoded or base64; peers take 8 KiB in all)."""
+
+
+def to_status(error: LatentrayError) -> status_pb2.Status:
+    """The google.rpc.Status of an error: ErrorInfo always, BadRequest and RetryInfo where they apply."""
+    message = _cut(str(error))
+    code = grpc.StatusCode[outcome(error).grpc_status]
+    details = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
+    if isinstance(error, InvalidRequestError):
+        details[0].metadata["field"] = error.field
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
+        delay = duration_pb2.Duration(seconds=RETRY_AFTER_S)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status_pb2.Status(code=code.value[0], message=message, details=[_packed(d) for d in details])
+
+
+@asynccontextmanager
+async def errors_as_status(context: aio.ServicerContext, call: str) -> AsyncIterator[None]:
+    """End the call with the status of what is raised inside; an internal fault gets an id for the log."""
+    try:
+        yield
+    except aio.AbortError:
+        raise
+    except LatentrayError as error:
+        if outcome(error).grpc_status == "INTERNAL":
+            error = _internal(error, call)
+        await _abort(context, error)
+    except Exception as error:
+        await _abort(context, _internal(error, call))
+
+
+def _internal(cause: Exception, call: str) -> LatentrayError:
+    error_id = uuid.uuid4().hex[:12]
+    logger.error("error %s in %s", error_id, call, exc_info=cause)
+    return LatentrayError(
+        f"internal error {error_id} in {call}: the server's log has its cause under this id "
+        f"({type(cause).__name__})"
+    )
+
+
+async def _abort(context: aio.ServicerContext, error: LatentrayError) -> None:
+    status = to_status(error)
+    await context.abort(
+        grpc.StatusCode[outcome(error).grpc_status],
+        status.message,
+        (("grpc-status-details-bin", status.SerializeToString()),),
+    )
+
+
+def _packed(detail: object) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _cut(message: str) -> str:
+    data = message.encode(errors="replace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data.decode()
+    return data[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
