@@ -1,0 +1,56 @@
+"""The lightning indexer of DeepSeek sparse attention: which tokens each row attends to.
+
+I(t, s) = sum_h w_h(t) relu(q_h(t) . k(s) * D^-1/2), top index_topk (DeepSeek-V3.2 report, section 2.1).
+Replicated on every rank, with equal shapes, so that all ranks select alike.
+T packed rows, H index heads, D index head dim, R rotary dims.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.model.config import ModelConfig
+from actors.model.layers import halves_to_pairs, layer_norm, rotate_pairs
+from actors.model.weights import WeightReader, accumulate_dtype
+from kernels_integration.dcp import DcpGroup
+from kernels_integration.rows import RowBatch
+from kernels_integration.selection import Selection, select_topk
+
+KEY_NORM_EPS = 1e-6
+
+
+class Indexer:
+    """Holds wq_b and wk for its owner, who computes them in one product with the projections of MLA."""
+
+    def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
+        self.num_heads = config.index_n_heads
+        self.head_dim = config.index_head_dim
+        self.rotary_dim = config.qk_rope_head_dim
+        self.topk = config.index_topk
+        exact = accumulate_dtype(reader.dtype)
+        self.wq_b = reader.whole("wq_b.weight")
+        self.wk = reader.whole("wk.weight")
+        self.k_norm_weight = reader.norm("k_norm.weight")
+        self.k_norm_bias = reader.norm("k_norm.bias")
+        # Scaled once here instead of every w: H^-1/2 belongs to w in the paper's formula.
+        self.weights_proj = reader.whole("weights_proj.weight", exact) * self.num_heads**-0.5
+        if not config.indexer_rope_interleave:
+            order = halves_to_pairs(self.head_dim, self.rotary_dim)
+            self.wq_b = self.wq_b.view(self.num_heads, self.head_dim, -1)[:, order].flatten(0, 1)
+            self.wk = self.wk[order]
+            self.k_norm_weight = self.k_norm_weight[order]
+            self.k_norm_bias = self.k_norm_bias[order]
+
+    def key(self, key: Tensor, rope: Tensor) -> Tensor:
+        """k [T, D] from x Wk [T, D]: normed, its first R dims rotated."""
+        key = layer_norm(key, self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPS)
+        rotate_pairs(key[:, : self.rotary_dim], rope)
+        return key
+
+    def select(
+        self, x: Tensor, query: Tensor, rope: Tensor, keys: Tensor, rows: RowBatch, dcp: DcpGroup
+    ) -> Selection:
+        """The top-k of each row from the layer input x [T, hidden], cq Wqb [T, H * D] and the cached keys."""
+        query = query.view(x.shape[0], self.num_heads, self.head_dim)
+        rotate_pairs(query[..., : self.rotary_dim], rope)
+        weights = F.linear(x.to(self.weights_proj.dtype), self.weights_proj)
+        return select_topk(query, weights, keys, rows, self.topk, dcp)

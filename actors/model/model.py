@@ -1,0 +1,139 @@
+"""The forward pass of one rank: embedding, decoder layers, final norm, head; and the MTP layer.
+
+T packed rows, R rows whose logits are wanted, V vocabulary.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.model.checkpoint import Checkpoint
+from actors.model.config import ModelConfig
+from actors.model.decoder import DecoderLayer
+from actors.model.layers import rms_norm, rotary_frequencies, rotary_table
+from actors.model.mla import PassContext
+from actors.model.mtp import MtpLayer
+from actors.model.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    layer_prefix,
+    main_tensor_shapes,
+    mtp_tensor_shapes,
+    repeated_tensor_shapes,
+)
+from actors.model.weights import WeightReader, accumulate_dtype
+from kernels_integration.collectives import Collectives
+from kernels_integration.dcp import DcpGroup
+from kernels_integration.errors import CheckpointError
+from kernels_integration.kv_cache import KVCache
+from kernels_integration.planner import StepPlanner
+from kernels_integration.rows import RowBatch
+from kernels_integration.selection import select_visible
+
+
+def load_model(
+    config: ModelConfig,
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    tp: Collectives,
+    dcp: DcpGroup,
+    with_mtp: bool,
+) -> "Model":
+    """Rank `tp.rank`'s part of the checkpoint at `path`; only that part is read.
+
+    The DCP group is `dcp.size` consecutive ranks of `tp`: dcp.rank == tp.rank % dcp.size.
+
+    Errors: ConfigError: sizes that cannot be split so. CheckpointError: tensors that are missing, unexpected,
+    wrongly shaped or not finite, files that cannot be read.
+    """
+    config.check_parallel(tp.size, dcp.size)
+    if with_mtp and config.num_mtp_layers == 0:
+        raise CheckpointError(
+            f"{path} has no MTP layer (num_nextn_predict_layers 0) to draft with; use 0 speculative tokens"
+        )
+    with Checkpoint(path) as checkpoint:
+        required, mtp = main_tensor_shapes(config), mtp_tensor_shapes(config)
+        optional = repeated_tensor_shapes(config)
+        checkpoint.check(required | mtp if with_mtp else required, optional | mtp)
+        reader = WeightReader(checkpoint=checkpoint, dtype=dtype, rank=tp.rank, size=tp.size)
+        return Model(config, reader, tp, dcp, with_mtp=with_mtp)
+
+
+class Model:
+    """Weights of one rank. Stateless between calls: all state is in the cache.
+
+    Ranks of a group call the same methods in the same order with equal arguments; only the rows' slots and
+    the cache are a rank's own. h and z are equal bits on every rank. Fastest under torch.inference_mode().
+    """
+
+    def __init__(
+        self, config: ModelConfig, reader: WeightReader, tp: Collectives, dcp: DcpGroup, *, with_mtp: bool
+    ) -> None:
+        self.config = config
+        self.tp = tp
+        self.frequencies = rotary_frequencies(config.rope_theta, config.qk_rope_head_dim, reader.dtype)
+        self.embed_tokens = reader.vocabulary(EMBEDDING)
+        self.layers = [
+            DecoderLayer(config, layer, reader.under(layer_prefix(layer)), tp, dcp)
+            for layer in range(config.num_hidden_layers)
+        ]
+        self.norm = reader.norm(FINAL_NORM)
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else reader.vocabulary(HEAD)
+        mtp_reader = reader.under(layer_prefix(config.num_hidden_layers))
+        self.mtp = MtpLayer(config, mtp_reader, tp, dcp) if with_mtp else None
+        self.vocab_start = tp.rank * self.lm_head.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.dtype
+
+    def forward(self, token_ids: Tensor, rows: RowBatch, cache: KVCache, planner: StepPlanner) -> Tensor:
+        """h [T, hidden], after the final norm, of token_ids [T] int64. Stores the KV of the rows it owns."""
+        ctx = self._context(rows, cache, planner)
+        h = self._embed(token_ids)
+        for layer in self.layers:
+            h = layer(h, ctx)
+        return rms_norm(h, self.norm, self.config.rms_norm_eps)
+
+    def mtp_forward(
+        self, token_ids: Tensor, prev_hidden: Tensor, rows: RowBatch, cache: KVCache, planner: StepPlanner
+    ) -> Tensor:
+        """z [T, hidden], after shared_head.norm: the row at position p takes t[p] and prev_hidden = h[p-1].
+
+        prev_hidden [T, hidden] is a `forward` result, or a `mtp_forward` result for a chained draft.
+        """
+        assert self.mtp is not None, "the model was loaded without its MTP layer"
+        return self.mtp(self._embed(token_ids), prev_hidden, self._context(rows, cache, planner))
+
+    def logits(self, h: Tensor) -> Tensor:
+        """[R, ceil(V / tp)] of h [R, hidden]: the columns from vocab_start on, in float32 or float64.
+
+        Serves target and MTP rows alike. Columns past the vocabulary are -inf.
+        """
+        logits = F.linear(h, self.lm_head).to(accumulate_dtype(h.dtype))
+        num_real = self.config.vocab_size - self.vocab_start
+        if num_real < logits.shape[1]:
+            logits[:, max(num_real, 0) :] = float("-inf")
+        return logits
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.embed_tokens)
+        local = token_ids - self.vocab_start
+        here = (local >= 0) & (local < self.embed_tokens.shape[0])
+        rows = F.embedding(local.where(here, 0), self.embed_tokens)
+        return self.tp.all_reduce(rows.mul_(here.unsqueeze(-1)))
+
+    def _context(self, rows: RowBatch, cache: KVCache, planner: StepPlanner) -> PassContext:
+        dense = not self.config.has_indexer or rows.max_visible <= self.config.index_topk
+        return PassContext(
+            rows=rows,
+            rope=rotary_table(rows.positions, self.frequencies),
+            cache=cache,
+            planner=planner,
+            dense_plan=planner.plan(select_visible(rows)) if dense else None,
+        )

@@ -1,0 +1,99 @@
+"""The feed-forward part of a layer: a dense MLP, or routed and shared experts.
+
+T packed rows, E experts, K experts per token, I the width of an expert on this rank.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.model.config import ModelConfig
+from actors.model.weights import WeightReader, accumulate_dtype
+
+
+class SwiGluMlp:
+    """down(silu(gate x) * up x), its width split over ranks: returns this rank's summand."""
+
+    def __init__(self, reader: WeightReader) -> None:
+        self.gate_up = torch.cat((reader.rows("gate_proj.weight"), reader.rows("up_proj.weight")))
+        self.down = reader.columns("down_proj.weight")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return swiglu(x, self.gate_up, self.down)
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """x [n, hidden], gate_up [2 * I, hidden], down [hidden, I] -> [n, hidden]."""
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate).mul_(up), down)
+
+
+class Router:
+    """Sigmoid routing with a correction bias and group limit ("noaux_tc"; DeepSeek-V3, section 2.1.2).
+
+    p = sigmoid(x Wg^T), c = p + bias; keep the topk_group groups with the largest sum of their 2 best c,
+    of those the K best c; weights are their p. Replicated on every rank.
+    """
+
+    def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
+        exact = accumulate_dtype(reader.dtype)
+        self.weight = reader.whole("weight", exact)
+        self.bias = reader.whole("e_score_correction_bias", exact)
+        self.num_groups = config.n_group
+        self.topk_group = config.topk_group
+        self.topk = config.num_experts_per_tok
+        self.normalise = config.norm_topk_prob
+        self.scaling_factor = config.routed_scaling_factor
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts [T, K] int64 and their weights [T, K] in float32 (float64 in a float64 model)."""
+        p = F.linear(x.to(self.weight.dtype), self.weight).sigmoid_()
+        c = p + self.bias
+        if self.topk_group < self.num_groups:
+            grouped = c.view(c.shape[0], self.num_groups, -1)
+            group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+            kept = group_scores.topk(self.topk_group, dim=-1, sorted=False).indices
+            dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+            c = grouped.masked_fill_(dropped.unsqueeze(-1), float("-inf")).flatten(1)
+        experts = c.topk(self.topk, dim=-1, sorted=False).indices
+        weights = p.gather(1, experts)
+        if self.normalise:
+            weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+        return experts, weights.mul_(self.scaling_factor)
+
+
+class MixtureOfExperts:
+    """y = sum w_e E_e(x) + shared(x), every expert's width split over ranks: returns this rank's summand."""
+
+    def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
+        self.router = Router(config, reader.under("gate."))
+        self.shared = SwiGluMlp(reader.under("shared_experts.")) if config.n_shared_experts else None
+        self.num_experts = config.n_routed_experts
+        width = config.moe_intermediate_size // reader.size
+        self.gate_up = torch.empty(self.num_experts, 2 * width, config.hidden_size, dtype=reader.dtype)
+        self.down = torch.empty(self.num_experts, config.hidden_size, width, dtype=reader.dtype)
+        for expert in range(self.num_experts):
+            part = reader.under(f"experts.{expert}.")
+            self.gate_up[expert, :width] = part.rows("gate_proj.weight")
+            self.gate_up[expert, width:] = part.rows("up_proj.weight")
+            self.down[expert] = part.columns("down_proj.weight")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        experts, weights = self.router(x)
+        out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
+        return self._add_routed(out, x, experts, weights.to(x.dtype))
+
+    def _add_routed(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Rows sorted by expert, so that each hit expert is one product over its rows."""
+        K = experts.shape[1]
+        order = experts.flatten().argsort(stable=True)
+        rows = order // K
+        counts = torch.bincount(experts.flatten(), minlength=self.num_experts).tolist()
+        sorted_x = x.index_select(0, rows)
+        parts, start = [], 0
+        for expert, count in enumerate(counts):
+            if count:
+                parts.append(swiglu(sorted_x[start : start + count], self.gate_up[expert], self.down[expert]))
+                start += count
+        routed = torch.cat(parts).mul_(weights.flatten()[order].unsqueeze(-1))
+        return out.index_add_(0, rows, routed)

@@ -1,0 +1,39 @@
+"""The multi-token-prediction layer (DeepSeek-V3 report, section 2.2): it looks one token further."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.model.config import ModelConfig
+from actors.model.decoder import DecoderLayer
+from actors.model.layers import rms_norm
+from actors.model.mla import PassContext
+from actors.model.weights import WeightReader
+from kernels_integration.collectives import Collectives
+from kernels_integration.dcp import DcpGroup
+
+
+class MtpLayer:
+    """z = shared_head.norm(layer(eh_proj([enorm(embedding) | hnorm(h)]))).
+
+    The row of slot p takes t[p] and h[p-1], and predicts t[p+1]; its KV is the cache's last layer.
+    """
+
+    def __init__(self, config: ModelConfig, reader: WeightReader, tp: Collectives, dcp: DcpGroup) -> None:
+        self.eps = config.rms_norm_eps
+        self.embedding_norm = reader.norm("enorm.weight")
+        self.hidden_norm = reader.norm("hnorm.weight")
+        self.eh_proj = reader.whole("eh_proj.weight")
+        self.layer = DecoderLayer(config, config.num_hidden_layers, reader, tp, dcp)
+        self.head_norm = reader.norm("shared_head.norm.weight")
+
+    def __call__(self, embedding: Tensor, prev_hidden: Tensor, ctx: PassContext) -> Tensor:
+        """embedding and prev_hidden [T, hidden] -> z [T, hidden]."""
+        entrance = torch.cat(
+            (
+                rms_norm(embedding, self.embedding_norm, self.eps),
+                rms_norm(prev_hidden, self.hidden_norm, self.eps),
+            ),
+            dim=-1,
+        )
+        return rms_norm(self.layer(F.linear(entrance, self.eh_proj), ctx), self.head_norm, self.eps)

@@ -1,0 +1,141 @@
+"""The tensors of a checkpoint by their released names, with their shapes; nothing here reads a file."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from actors.model.config import ModelConfig
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def main_tensor_shapes(config: ModelConfig) -> Shapes:
+    """What the main model cannot do without."""
+    shapes: Shapes = {
+        EMBEDDING: (config.vocab_size, config.hidden_size),
+        FINAL_NORM: (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_hidden_layers):
+        shapes |= _decoder_layer_shapes(config, layer)
+    return shapes
+
+
+def mtp_tensor_shapes(config: ModelConfig) -> Shapes:
+    """What the MTP layers cannot do without: each is a whole decoder layer and its entrance."""
+    shapes: Shapes = {}
+    h = config.hidden_size
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_mtp_layers):
+        prefix = layer_prefix(layer)
+        shapes |= {
+            f"{prefix}enorm.weight": (h,),
+            f"{prefix}hnorm.weight": (h,),
+            f"{prefix}eh_proj.weight": (h, 2 * h),
+            f"{prefix}shared_head.norm.weight": (h,),
+        }
+        shapes |= _decoder_layer_shapes(config, layer)
+    return shapes
+
+
+def repeated_tensor_shapes(config: ModelConfig) -> Shapes:
+    """What a release may repeat: the head where it is tied, embedding and head inside the MTP layers.
+
+    They equal the main model's and are never read.
+    """
+    shape = (config.vocab_size, config.hidden_size)
+    shapes: Shapes = {HEAD: shape} if config.tie_word_embeddings else {}
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_mtp_layers):
+        shapes[f"{layer_prefix(layer)}embed_tokens.weight"] = shape
+        shapes[f"{layer_prefix(layer)}shared_head.head.weight"] = shape
+    return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    main: int
+    mtp: int
+    active: int
+    """Of the main model, those that one token meets: all but the experts it is not sent to."""
+
+
+def parameter_counts(config: ModelConfig) -> ParameterCounts:
+    main = _num_elements(main_tensor_shapes(config))
+    num_moe_layers = config.num_hidden_layers - config.first_k_dense_replace
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    idle = (config.n_routed_experts - config.num_experts_per_tok) * expert * num_moe_layers
+    return ParameterCounts(main=main, mtp=_num_elements(mtp_tensor_shapes(config)), active=main - idle)
+
+
+def _num_elements(shapes: Shapes) -> int:
+    total = 0
+    for shape in shapes.values():
+        size = 1
+        for n in shape:
+            size *= n
+        total += size
+    return total
+
+
+def _decoder_layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    prefix, h = layer_prefix(layer), config.hidden_size
+    shapes: Shapes = {
+        f"{prefix}input_layernorm.weight": (h,),
+        f"{prefix}post_attention_layernorm.weight": (h,),
+    }
+    shapes |= _attention_shapes(config, f"{prefix}self_attn.")
+    if config.has_indexer:
+        shapes |= _indexer_shapes(config, f"{prefix}self_attn.indexer.")
+    if not config.is_moe_layer(layer):
+        return shapes | _mlp_shapes(f"{prefix}mlp.", h, config.intermediate_size)
+    experts = config.n_routed_experts
+    shapes[f"{prefix}mlp.gate.weight"] = (experts, h)
+    shapes[f"{prefix}mlp.gate.e_score_correction_bias"] = (experts,)
+    for expert in range(experts):
+        shapes |= _mlp_shapes(f"{prefix}mlp.experts.{expert}.", h, config.moe_intermediate_size)
+    if config.n_shared_experts:
+        width = config.n_shared_experts * config.moe_intermediate_size
+        shapes |= _mlp_shapes(f"{prefix}mlp.shared_experts.", h, width)
+    return shapes
+
+
+def _attention_shapes(config: ModelConfig, prefix: str) -> Shapes:
+    h, heads = config.hidden_size, config.num_attention_heads
+    return {
+        f"{prefix}q_a_proj.weight": (config.q_lora_rank, h),
+        f"{prefix}q_a_layernorm.weight": (config.q_lora_rank,),
+        f"{prefix}q_b_proj.weight": (heads * config.qk_head_dim, config.q_lora_rank),
+        f"{prefix}kv_a_proj_with_mqa.weight": (config.latent_dim, h),
+        f"{prefix}kv_a_layernorm.weight": (config.kv_lora_rank,),
+        f"{prefix}kv_b_proj.weight": (
+            heads * (config.qk_nope_head_dim + config.v_head_dim),
+            config.kv_lora_rank,
+        ),
+        f"{prefix}o_proj.weight": (h, heads * config.v_head_dim),
+    }
+
+
+def _indexer_shapes(config: ModelConfig, prefix: str) -> Shapes:
+    h, heads, dim = config.hidden_size, config.index_n_heads, config.index_head_dim
+    return {
+        f"{prefix}wq_b.weight": (heads * dim, config.q_lora_rank),
+        f"{prefix}wk.weight": (dim, h),
+        f"{prefix}k_norm.weight": (dim,),
+        f"{prefix}k_norm.bias": (dim,),
+        f"{prefix}weights_proj.weight": (heads, h),
+    }
+
+
+def _mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
+    return {
+        f"{prefix}gate_proj.weight": (width, hidden),
+        f"{prefix}up_proj.weight": (width, hidden),
+        f"{prefix}down_proj.weight": (hidden, width),
+    }
