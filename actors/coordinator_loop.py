@@ -1,0 +1,266 @@
+"""The coordinator's loop: requests in, steps out, reports in, updates out. One thread, no Ray.
+
+The loop sleeps in poll() until a message, a command of another thread or the next tick. A report is
+answered with the next step before its updates are sent, so that the shards do not wait for them.
+"""
+
+import contextlib
+import logging
+import math
+import queue
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from actors.messages import StepInput, StepOutput
+from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.stats import GroupStats
+from actors.transport import request_channel, step_channel
+from actors.transport.request_channel import Abort, ClientId, Goodbye, GroupBeat, Submit
+from actors.transport.step_channel import ShardFailure
+from kernels_integration.errors import DuplicateRequestError, LatentrayError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+"""Beats are sent and silent peers are looked for this often."""
+
+
+class StepPolicy(Protocol):
+    """What the loop drives: `actors.coordinator.Coordinator`, or a scripted one in tests."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    def schedule(self) -> StepInput | None: ...
+
+    def process(self, output: StepOutput) -> None: ...
+
+    def take_updates(self) -> list[RequestUpdate | RequestFailed]: ...
+
+    def stats(self) -> GroupStats: ...
+
+
+class CoordinatorLoop:
+    """Drives one group until `stop`. A group that failed answers every request with UNAVAILABLE.
+
+    `stop`, `shard_lost` and `wait_failed` may be called from any thread; `run` is called once.
+    """
+
+    def __init__(
+        self,
+        coordinator: StepPolicy,
+        shards: step_channel.CoordinatorEnd,
+        clients: request_channel.CoordinatorEnd,
+        *,
+        tick_s: float = TICK_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator = coordinator
+        self._shards = shards
+        self._clients = clients
+        self._tick_s = tick_s
+        self._clock = clock
+        self._owners: dict[str, ClientId] = {}
+        """Front end of each live request."""
+        self._step_in_flight: int | None = None
+        self._failure: LatentrayError | None = None
+        self._failed = threading.Event()
+        self._was_healthy = False
+        self._next_tick_s = clock()
+        self._stopping = False
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._poller = zmq.Poller()
+        for source in (shards.socket, clients.socket, self._wake_reader):
+            self._poller.register(source, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Work until `stop`; then end live requests, let the shards go and close the channels."""
+        try:
+            while not self._stopping:
+                try:
+                    self._turn()
+                except Exception as error:
+                    if self._failure is not None:
+                        raise
+                    logger.exception("the coordinator failed")
+                    self._fail(LatentrayError(f"the coordinator failed: {type(error).__name__}: {error}"))
+        finally:
+            self._stopping = True
+            self._end_requests(UnavailableError("the group is stopping"))
+            self._beat()
+            self._shards.stop_shards()
+            self._shards.close()
+            self._clients.close()
+            self._wake_reader.close()
+
+    def stop(self) -> None:
+        self._command(self._take_stop)
+
+    def shard_lost(self, rank: int, text: str) -> None:
+        """The supervisor saw the shard's process end."""
+        self._command(lambda: self._lose(rank, text))
+
+    def wait_failed(self, timeout_s: float | None = None) -> str | None:
+        """Wait until the group has failed and say why; None after timeout_s."""
+        return str(self._failure) if self._failed.wait(timeout_s) else None
+
+    @property
+    def num_ready_shards(self) -> int:
+        return self._shards.num_ready
+
+    def _turn(self) -> None:
+        wait_s = max(0.0, self._next_tick_s - self._clock())
+        ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
+        if self._wake_reader.fileno() in ready:
+            self._take_commands()
+        if self._shards.socket in ready:
+            self._take_reports()
+        if self._clients.socket in ready:
+            self._take_requests()
+        self._schedule()
+        self._send_updates()
+        if self._clock() >= self._next_tick_s or self._is_healthy != self._was_healthy:
+            self._tick()
+
+    def _take_commands(self) -> None:
+        self._wake_reader.recv(4096)
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _take_reports(self) -> None:
+        for message in self._shards.receive():
+            if isinstance(message, ShardFailure):
+                self._lose(message.rank, f"{message.text} [{message.code}]")
+            elif self._failure is None and message.step == self._step_in_flight:
+                self._step_in_flight = None
+                self._coordinator.process(message)
+                self._schedule()
+
+    def _take_requests(self) -> None:
+        for client, message in self._clients.receive():
+            if isinstance(message, Submit):
+                self._submit(client, message.request)
+            elif isinstance(message, Abort):
+                self._abort([r for r in message.request_ids if r in self._owners])
+            elif isinstance(message, Goodbye):
+                self._abort([r for r, owner in self._owners.items() if owner == client])
+            else:
+                self._clients.beat(self._group_beat(), client)
+
+    def _submit(self, client: ClientId, request: Request) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if not self._shards.is_ready:
+                raise UnavailableError(self._state)
+            if request.request_id in self._owners:
+                raise DuplicateRequestError(
+                    f"request id {request.request_id!r} belongs to a live request; use another id"
+                )
+            self._coordinator.submit(request)
+        except LatentrayError as error:
+            failed = RequestFailed(request_id=request.request_id, code=error.code, message=str(error))
+            self._clients.send(client, failures=(failed,))
+        else:
+            self._owners[request.request_id] = client
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if request_ids and self._failure is None:
+            self._coordinator.abort(request_ids)
+
+    def _schedule(self) -> None:
+        if self._step_in_flight is not None or self._failure is not None or not self._shards.is_ready:
+            return
+        if self._coordinator.has_work and (step := self._coordinator.schedule()) is not None:
+            self._step_in_flight = step.step
+            self._shards.send(step)
+
+    def _send_updates(self) -> None:
+        if self._failure is not None:
+            return
+        updates: defaultdict[ClientId, list[RequestUpdate]] = defaultdict(list)
+        failures: defaultdict[ClientId, list[RequestFailed]] = defaultdict(list)
+        for update in self._coordinator.take_updates():
+            owner = self._owners.get(update.request_id)
+            if owner is None:
+                continue
+            if isinstance(update, RequestFailed):
+                failures[owner].append(update)
+                del self._owners[update.request_id]
+            else:
+                updates[owner].append(update)
+                if update.finish_reason is not None:
+                    del self._owners[update.request_id]
+        for owner in updates.keys() | failures.keys():
+            self._clients.send(owner, updates=updates[owner], failures=failures[owner])
+
+    def _tick(self) -> None:
+        self._next_tick_s = self._clock() + self._tick_s
+        for rank in self._shards.silent():
+            self._lose(rank, "it has sent no heartbeat")
+        for client in self._clients.take_silent():
+            logger.warning("a front end is gone; its requests are aborted")
+            self._abort([r for r, owner in self._owners.items() if owner == client])
+        self._beat()
+
+    def _beat(self) -> None:
+        self._was_healthy = self._is_healthy
+        self._clients.beat(self._group_beat())
+
+    def _group_beat(self) -> GroupBeat:
+        return GroupBeat(healthy=self._is_healthy, message=self._state, stats=self._coordinator.stats())
+
+    @property
+    def _is_healthy(self) -> bool:
+        return self._failure is None and self._shards.is_ready and not self._stopping
+
+    @property
+    def _state(self) -> str:
+        if self._failure is not None:
+            return str(self._failure)
+        if self._stopping:
+            return "the group is stopping"
+        if not self._shards.is_ready:
+            return f"{self._shards.num_ready} of {self._shards.num_shards} shards are ready"
+        return "ready"
+
+    def _lose(self, rank: int, text: str) -> None:
+        if self._failure is None:  # the first cause; the other shards then fail in their collectives
+            logger.error("shard %d is lost: %s", rank, text)
+            self._fail(UnavailableError(f"shard {rank} is lost: {text}"))
+
+    def _fail(self, error: LatentrayError) -> None:
+        self._failure = error
+        self._end_requests(error)
+        self._beat()
+        self._failed.set()
+
+    def _end_requests(self, error: LatentrayError) -> None:
+        by_owner: defaultdict[ClientId, list[RequestFailed]] = defaultdict(list)
+        for request_id, owner in self._owners.items():
+            by_owner[owner].append(RequestFailed(request_id=request_id, code=error.code, message=str(error)))
+        self._owners.clear()
+        for owner, failures in by_owner.items():
+            self._clients.send(owner, failures=failures)
+
+    def _take_stop(self) -> None:
+        self._stopping = True
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        # A full pipe means that the loop is awake already, a closed one that it has ended.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")

@@ -1,0 +1,97 @@
+"""A shard's life: join the collectives, load the model, run steps until told to stop. No Ray."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from actors.config import GroupConfig
+from actors.messages import StepInput, StepOutput
+from actors.transport.collectives import CollectivesSpec, join_collectives
+from actors.transport.step_channel import ShardEnd
+from kernels_integration.collectives import Collectives
+from kernels_integration.errors import LatentrayError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """Everything a shard needs to start: plain data."""
+
+    config: GroupConfig
+    tp_rank: int
+    epoch: int
+    step_address: str
+    collectives: CollectivesSpec
+    node_ip: str
+    num_threads: int = 1
+
+
+class StepRunner(Protocol):
+    """What the loop drives: `actors.shard.Shard`, or an echo in tests and benchmarks."""
+
+    def execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None: ...
+
+
+class BuildShard(Protocol):
+    def __call__(self, config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives) -> StepRunner: ...
+
+
+class ShardLoop:
+    """One shard. `load` and `run` belong to one thread: torch keeps the thread count per thread."""
+
+    def __init__(self, spec: ShardSpec, build: BuildShard) -> None:
+        self._spec = spec
+        self._build = build
+        self._end = ShardEnd(spec.step_address, spec.tp_rank, epoch=spec.epoch)
+        self._collectives: list[Collectives] = []
+        self._shard: StepRunner | None = None
+
+    def load(self) -> None:
+        """Join the other ranks and load this rank's slice of the model.
+
+        Errors: CheckpointError, ConfigError, CollectiveError; the coordinator is told too.
+        """
+        with self._telling_coordinator():
+            torch.set_num_threads(self._spec.num_threads)
+            config = self._spec.config
+            tp, dcp_comm = join_collectives(
+                self._spec.collectives,
+                rank=self._spec.tp_rank,
+                size=config.tensor_parallel_size,
+                dcp_size=config.decode_context_parallel_size,
+                node_ip=self._spec.node_ip,
+            )
+            self._collectives = [tp] if dcp_comm is tp else [tp, dcp_comm]
+            self._shard = self._build(config, tp=tp, dcp_comm=dcp_comm)
+            self._end.ready()
+
+    def run(self) -> None:
+        """Run steps until the coordinator ends the loop; then leave the other ranks."""
+        assert self._shard is not None, "load before run"
+        with self._telling_coordinator():
+            while (step := self._end.receive()) is not None:
+                self._shard.execute(step, self._end.report)
+        self.close()
+
+    def close(self) -> None:
+        for member in self._collectives:
+            member.close()
+        self._end.close()
+
+    @contextmanager
+    def _telling_coordinator(self) -> Iterator[None]:
+        """An error that leaves this block ends the shard: the coordinator hears its code and text, and
+        the ranks that wait for this one are released."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("shard %d failed", self._spec.tp_rank)
+            code = error.code if isinstance(error, LatentrayError) else LatentrayError.code
+            self._end.fail(code, f"{type(error).__name__}: {error}")
+            self.close()
+            raise

@@ -1,0 +1,140 @@
+"""The request channel: front ends submit and abort requests, the coordinator sends their updates.
+
+ZeroMQ: a DEALER per front end, one ROUTER at the coordinator. Both ends beat: a front end that is
+not heard for `silence_s` is gone and its requests are aborted; a coordinator's beat carries the
+group's health and numbers.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.stats import GroupStats
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+"""Both ends say this often that they live."""
+CLIENT_SILENCE_S = 10.0
+"""Generous: a front end that beats from its event loop may spend seconds in one call."""
+
+ClientId = bytes
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A front end lives. The first one opens its stream of GroupBeats."""
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """A front end leaves; its requests are aborted."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    request_ids: tuple[str, ...]
+
+
+class Updates(msgspec.Struct, frozen=True, tag=True):
+    """What happened to a front end's requests in one step. A failure is its request's last word."""
+
+    updates: tuple[RequestUpdate, ...] = ()
+    failures: tuple[RequestFailed, ...] = ()
+
+
+class GroupBeat(msgspec.Struct, frozen=True, tag=True):
+    """The coordinator lives. `healthy`: a token can be produced now; else `message` says why not."""
+
+    healthy: bool
+    message: str
+    stats: GroupStats
+
+
+ToCoordinator = Hello | Goodbye | Submit | Abort
+ToClient = Updates | GroupBeat
+
+encode = msgspec.msgpack.Encoder().encode
+_to_coordinator = msgspec.msgpack.Decoder(ToCoordinator)
+_to_client = msgspec.msgpack.Decoder(ToClient)
+
+
+def decode_to_client(data: bytes) -> ToClient:
+    return _to_client.decode(data)
+
+
+class CoordinatorEnd:
+    """The coordinator's end. Not thread-safe: one loop owns it."""
+
+    def __init__(
+        self,
+        *,
+        bind: str = "tcp://127.0.0.1:*",
+        silence_s: float = CLIENT_SILENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+    ) -> None:
+        self._silence_s = silence_s
+        self._clock = clock
+        self._heard_at_s: dict[ClientId, float] = {}
+        self.socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
+        # Tokens are never dropped because a front end is behind; its silence ends its requests.
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.bind(bind)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> list[tuple[ClientId, ToCoordinator]]:
+        """What has arrived since the last call, in order; never waits. Of Hellos only a client's first."""
+        arrived: list[tuple[ClientId, ToCoordinator]] = []
+        while True:
+            try:
+                client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return arrived
+            try:
+                message = _to_coordinator.decode(b"".join(frames))
+            except msgspec.MsgspecError as error:
+                logger.warning("request channel: a message was ignored: %s", error)
+                continue
+            is_known = client in self._heard_at_s
+            if isinstance(message, Goodbye):
+                self._heard_at_s.pop(client, None)
+            else:
+                self._heard_at_s[client] = self._clock()
+            if not (isinstance(message, Hello) and is_known):
+                arrived.append((client, message))
+
+    def take_silent(self) -> list[ClientId]:
+        """Forget and return the clients that were not heard from for longer than silence_s."""
+        now = self._clock()
+        silent = [client for client, at_s in self._heard_at_s.items() if now - at_s > self._silence_s]
+        for client in silent:
+            del self._heard_at_s[client]
+        return silent
+
+    def send(
+        self,
+        client: ClientId,
+        *,
+        updates: Sequence[RequestUpdate] = (),
+        failures: Sequence[RequestFailed] = (),
+    ) -> None:
+        self._send(client, encode(Updates(tuple(updates), tuple(failures))))
+
+    def beat(self, beat: GroupBeat, client: ClientId | None = None) -> None:
+        """Tell one client, or every one that is connected, how the group is."""
+        data = encode(beat)
+        for receiver in self._heard_at_s if client is None else (client,):
+            self._send(receiver, data)
+
+    def close(self) -> None:
+        self.socket.close(linger=500)
+
+    def _send(self, client: ClientId, data: bytes) -> None:
+        self.socket.send_multipart((client, data))
