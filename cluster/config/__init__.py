@@ -1,0 +1,13 @@
+"""Configuration: one definition of every setting, from which flags, environment, file and keywords derive."""
+
+from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs, ServeArgs, SpeculativeConfig
+from cluster.config.sources import Settings, load_settings
+
+__all__ = [
+    "BUNDLED_CHECKPOINT",
+    "EngineArgs",
+    "ServeArgs",
+    "Settings",
+    "SpeculativeConfig",
+    "load_settings",
+]

@@ -1,0 +1,229 @@
+"""Every setting of an engine, spelled as in vLLM. Flags, environment, file and keywords derive from here.
+
+A field's description is its help text; its `Setting` holds what pydantic has no place for.
+"""
+
+import json
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from cluster.config.sizes import parse_size
+
+if TYPE_CHECKING:
+    from actors.config import GroupConfig
+
+BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "assets" / "tiny-dsa"
+MAX_SPECULATIVE_TOKENS = 8
+_UINT64 = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a field is shown to people."""
+
+    rule: str
+    """What a legal value is, as the end of "it must be ..."."""
+    group: str
+    short: str | None = None
+    """Second spelling of the flag, such as -tp."""
+    metavar: str = "N"
+    unset: str | None = None
+    """What stands for the default where that is None."""
+
+
+def _whole_number(value: Any) -> Any:
+    """Text and ints go on to pydantic; true and 4.0 are no counts."""
+    if isinstance(value, bool | float):
+        raise ValueError("not a whole number")
+    return value
+
+
+WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+Count = Annotated[WholeNumber, Field(ge=1)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+_AT_LEAST_ONE = "a whole number >= 1"
+_DTYPES = "auto, float32, float64 or bfloat16"
+
+
+def _parse_json(value: Any) -> Any:
+    """A flag or a variable holds JSON text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+class SpeculativeConfig(BaseModel):
+    """The value of --speculative-config, vLLM's spelling of --num-speculative-tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["mtp"] = "mtp"
+    num_speculative_tokens: Annotated[WholeNumber, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)]
+
+
+class EngineArgs(BaseModel):
+    """Settings of one engine: a group, and how it is placed. None means: derived by `resolve`.
+
+    Values come as text (flags, environment) or typed (file, keywords); both are parsed here.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: Annotated[
+        str,
+        BeforeValidator(lambda value: str(value) if isinstance(value, PathLike) else value),
+        Field(
+            min_length=1,
+            description="Directory of the checkpoint: config.json, tokenizer.json, *.safetensors.",
+        ),
+        Setting(rule="the directory of a checkpoint", group="Model", metavar="PATH"),
+    ] = str(BUNDLED_CHECKPOINT)
+    served_model_name: Annotated[
+        str | None,
+        Field(min_length=1, description="Name that clients ask for."),
+        Setting(rule="a name", group="Model", metavar="NAME", unset="the value of --model"),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "float64", "bfloat16"],
+        Field(description="Computation. auto is float32 on a CPU."),
+        Setting(rule=_DTYPES, group="Model", metavar="NAME"),
+    ] = "auto"
+    max_model_len: Annotated[
+        Count | None,
+        Field(description="Tokens of prompt and completion together, at most."),
+        Setting(rule=_AT_LEAST_ONE, group="Model", unset="the checkpoint's, as far as the KV cache holds it"),
+    ] = None
+    seed: Annotated[
+        WholeNumber,
+        Field(ge=0, lt=_UINT64, description="Requests without a seed of their own draw theirs from it."),
+        Setting(rule="a whole number from 0 to 2**64 - 1", group="Model"),
+    ] = 0
+
+    tensor_parallel_size: Annotated[
+        Count,
+        Field(description="Shards of the group."),
+        Setting(rule=_AT_LEAST_ONE, group="Parallelism", short="-tp"),
+    ] = 1
+    decode_context_parallel_size: Annotated[
+        Count,
+        Field(description="Shards that divide a sequence's KV cache between them; divides -tp."),
+        Setting(rule=_AT_LEAST_ONE, group="Parallelism", short="-dcp"),
+    ] = 1
+    cp_kv_cache_interleave_size: Annotated[
+        Count,
+        Field(description="Consecutive tokens that one shard keeps under -dcp; divides --block-size."),
+        Setting(rule=_AT_LEAST_ONE, group="Parallelism"),
+    ] = 1
+
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        BeforeValidator(_parse_json),
+        Field(description='vLLM\'s spelling: {"method":"mtp","num_speculative_tokens":3}.'),
+        Setting(
+            rule='JSON such as {"method":"mtp","num_speculative_tokens":3}, with 0 to 8 tokens',
+            group="Speculation",
+            short="-sc",
+            metavar="JSON",
+            unset="--num-speculative-tokens",
+        ),
+    ] = None
+    num_speculative_tokens: Annotated[
+        WholeNumber | None,
+        Field(
+            ge=0,
+            le=MAX_SPECULATIVE_TOKENS,
+            description="Tokens that the MTP layer drafts per step; 0 switches it off.",
+        ),
+        Setting(
+            rule=f"a whole number from 0 to {MAX_SPECULATIVE_TOKENS}",
+            group="Speculation",
+            unset="3, or 0 without MTP weights",
+        ),
+    ] = None
+
+    max_num_seqs: Annotated[
+        Count,
+        Field(description="Requests that run at the same time, at most."),
+        Setting(rule=_AT_LEAST_ONE, group="Scheduling"),
+    ] = 64
+    max_num_batched_tokens: Annotated[
+        Count,
+        Field(description="Rows of one step, at most: prompt chunks, and k + 1 for each running request."),
+        Setting(rule=_AT_LEAST_ONE, group="Scheduling"),
+    ] = 2048
+
+    block_size: Annotated[
+        Count,
+        Field(description="Tokens of one block of the KV cache on one shard."),
+        Setting(rule=_AT_LEAST_ONE, group="KV cache"),
+    ] = 16
+    num_kv_blocks: Annotated[
+        Count | None,
+        Field(description="Blocks of the KV cache on each shard, instead of a memory budget."),
+        Setting(rule=_AT_LEAST_ONE, group="KV cache", unset="what --kv-cache-memory-bytes holds"),
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        Size | None,
+        Field(description="Memory of the KV cache on each shard; K, M and G count in powers of 1024."),
+        Setting(
+            rule="a size of at least one byte, such as 512M or 2G",
+            group="KV cache",
+            metavar="SIZE",
+            unset="512M",
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "float64", "bfloat16"],
+        Field(description="Storage of the KV cache. auto is --dtype."),
+        Setting(rule=_DTYPES, group="KV cache", metavar="NAME"),
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "torch"],
+        Field(description="Kernels of the attention."),
+        Setting(rule="auto or torch", group="KV cache", metavar="NAME"),
+    ] = "auto"
+
+    address: Annotated[
+        str | None,
+        Field(min_length=1, description="Running Ray cluster to join."),
+        Setting(
+            rule="the address of a Ray cluster, such as auto or HOST:PORT",
+            group="Ray",
+            metavar="RAY",
+            unset="RAY_ADDRESS, else a local one is started and stopped",
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_spelling(self) -> Self:
+        """Both spellings hold the same number afterwards, so that readers need only one."""
+        config = self.speculative_config
+        if config is not None and self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", config.num_speculative_tokens)
+        return self
+
+    def resolve(self) -> "GroupConfig":
+        """The final, legal values, read with the checkpoint's config.
+
+        Errors: ConfigError, CheckpointError: value, rule, legal values, fix.
+        """
+        from cluster.config.resolve import resolve
+
+        return resolve(self)
+
+
+class ServeArgs(EngineArgs):
+    """Settings of `latentray serve`: an engine and its gateway."""
+
+    host: Annotated[
+        str,
+        Field(min_length=1, description="Address to listen on; 0.0.0.0 serves other machines too."),
+        Setting(rule="an address of this machine", group="Server", metavar="HOST"),
+    ] = "127.0.0.1"
+    port: Annotated[
+        WholeNumber,
+        Field(ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one."),
+        Setting(rule="a whole number from 0 to 65535", group="Server", metavar="PORT"),
+    ] = 50051

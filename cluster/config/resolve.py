@@ -1,0 +1,158 @@
+"""From settings to the final values of a group.
+
+What depends on the checkpoint is read here, and what ties settings to each other is checked here.
+"""
+
+import json
+from pathlib import Path
+
+from actors.config import GroupConfig
+from actors.model.config import ModelConfig
+from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
+from cluster.config.sizes import format_size
+from kernels_integration.errors import CheckpointError, ConfigError
+
+DEFAULT_SPECULATIVE_TOKENS = 3
+DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
+_ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+def resolve(args: EngineArgs) -> GroupConfig:
+    """The group that the settings describe.
+
+    Reads config.json and the names of the tensors, no weights.
+    Errors: CheckpointError for the checkpoint, ConfigError for a setting: value, rule, legal values, fix.
+    """
+    path = Path(args.model).expanduser().absolute()
+    model = _read_model_config(args.model, path)
+    model.check_parallel(args.tensor_parallel_size, args.decode_context_parallel_size)
+    _check_interleave(args)
+    num_speculative_tokens = _num_speculative_tokens(args, model, path)
+    if args.max_num_batched_tokens <= num_speculative_tokens:
+        raise ConfigError(
+            f"max-num-batched-tokens {args.max_num_batched_tokens} is less than one request's rows, "
+            f"num-speculative-tokens {num_speculative_tokens} + 1; use {num_speculative_tokens + 1} or more"
+        )
+    dtype = "float32" if args.dtype == "auto" else args.dtype
+    kv_cache_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    bytes_per_block = args.block_size * kv_bytes_per_token(model, num_speculative_tokens, kv_cache_dtype)
+    num_kv_blocks = _num_kv_blocks(args, bytes_per_block)
+    return GroupConfig(
+        model_path=str(path),
+        served_model_name=args.served_model_name or _default_name(args.model, path),
+        tensor_parallel_size=args.tensor_parallel_size,
+        decode_context_parallel_size=args.decode_context_parallel_size,
+        cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
+        num_speculative_tokens=num_speculative_tokens,
+        max_model_len=_max_model_len(args, model, num_kv_blocks, bytes_per_block),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        block_size=args.block_size,
+        num_kv_blocks=num_kv_blocks,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        attention_backend="torch" if args.attention_backend == "auto" else args.attention_backend,
+        seed=args.seed,
+    )
+
+
+def kv_bytes_per_token(model: ModelConfig, num_speculative_tokens: int, dtype: str) -> int:
+    """Bytes that a token takes on the shard that keeps it, all layers together."""
+    num_layers = model.num_hidden_layers + (model.num_mtp_layers if num_speculative_tokens else 0)
+    index_dim = model.index_head_dim if model.has_indexer else 0
+    return num_layers * (model.latent_dim + index_dim) * _ITEM_SIZES[dtype]
+
+
+def has_mtp_weights(model: ModelConfig, path: Path) -> bool:
+    """Whether the checkpoint holds the MTP layer that its config announces (converters often drop it)."""
+    prefix = f"model.layers.{model.num_hidden_layers}."
+    return model.num_mtp_layers > 0 and any(name.startswith(prefix) for name in _tensor_names(path))
+
+
+def _read_model_config(given: str, path: Path) -> ModelConfig:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no such model path: {given}; --model must be a directory that holds config.json, "
+            "tokenizer.json and *.safetensors. Hub names are not downloaded: download the model first and "
+            f"pass its directory, or leave --model out for the bundled {BUNDLED_CHECKPOINT.name}"
+        )
+    return ModelConfig.from_pretrained(path)
+
+
+def _tensor_names(path: Path) -> set[str]:
+    """From the index, or else from the headers; files that cannot be read are the loader's to report."""
+    names: set[str] = set()
+    try:
+        index = path / "model.safetensors.index.json"
+        if index.is_file():
+            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        for file in path.glob("*.safetensors"):
+            with file.open("rb") as stream:
+                names |= set(json.loads(stream.read(int.from_bytes(stream.read(8), "little"))))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the tensor names of {path} cannot be read: {error!r}") from error
+    return names
+
+
+def _default_name(given: str, path: Path) -> str:
+    return path.name if path == BUNDLED_CHECKPOINT else given
+
+
+def _check_interleave(args: EngineArgs) -> None:
+    interleave, block = args.cp_kv_cache_interleave_size, args.block_size
+    if block % interleave:
+        legal = ", ".join(str(n) for n in range(1, block + 1) if block % n == 0)
+        raise ConfigError(
+            f"cp-kv-cache-interleave-size {interleave} does not divide block-size {block}; "
+            f"use one of {legal}, or another block size"
+        )
+
+
+def _num_speculative_tokens(args: EngineArgs, model: ModelConfig, path: Path) -> int:
+    has_mtp = has_mtp_weights(model, path)
+    if args.num_speculative_tokens is None:
+        return DEFAULT_SPECULATIVE_TOKENS if has_mtp else 0
+    if args.num_speculative_tokens > 0 and not has_mtp:
+        raise ConfigError(
+            f"num-speculative-tokens is {args.num_speculative_tokens}, but {args.model} has no MTP weights "
+            f"(model.layers.{model.num_hidden_layers}.*); use 0, or a checkpoint that keeps its MTP layer"
+        )
+    return args.num_speculative_tokens
+
+
+def _num_kv_blocks(args: EngineArgs, bytes_per_block: int) -> int:
+    if args.num_kv_blocks is not None and args.kv_cache_memory_bytes is not None:
+        raise ConfigError(
+            f"num-kv-blocks {args.num_kv_blocks} and kv-cache-memory-bytes {args.kv_cache_memory_bytes} both "
+            "size the KV cache; pass one of them"
+        )
+    if args.num_kv_blocks is not None:
+        return args.num_kv_blocks
+    budget = args.kv_cache_memory_bytes or DEFAULT_KV_CACHE_MEMORY_BYTES
+    if budget < bytes_per_block:
+        raise ConfigError(
+            f"kv-cache-memory-bytes {format_size(budget)} does not hold one block of block-size "
+            f"{args.block_size}; use at least {format_size(bytes_per_block)} ({bytes_per_block} bytes)"
+        )
+    return budget // bytes_per_block
+
+
+def _max_model_len(args: EngineArgs, model: ModelConfig, num_kv_blocks: int, bytes_per_block: int) -> int:
+    """The last token of a sequence has no KV, so a cache of n tokens serves sequences of n + 1."""
+    tokens_per_block = args.block_size * args.decode_context_parallel_size
+    held = num_kv_blocks * tokens_per_block + 1
+    if args.max_model_len is None:
+        return min(model.max_position_embeddings, held)
+    if args.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max-model-len {args.max_model_len} is beyond the checkpoint's max_position_embeddings "
+            f"{model.max_position_embeddings}; use at most {model.max_position_embeddings}"
+        )
+    if args.max_model_len > held:
+        blocks = -(-(args.max_model_len - 1) // tokens_per_block)
+        raise ConfigError(
+            f"max-model-len {args.max_model_len} is beyond what the KV cache holds, {held} tokens in "
+            f"{num_kv_blocks} blocks; use at most {held}, or --num-kv-blocks {blocks}, or "
+            f"--kv-cache-memory-bytes {blocks * bytes_per_block}"
+        )
+    return args.max_model_len

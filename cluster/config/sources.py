@@ -1,0 +1,178 @@
+"""Where settings come from: defaults < file < environment < flags (or keywords)."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from cluster.config.args import EngineArgs, ServeArgs, Setting
+from kernels_integration.errors import ConfigError
+
+PREFIX = "LATENTRAY_"
+OTHER_VARIABLES = frozenset({"LATENTRAY_CONFIG", "LATENTRAY_SERVER"})
+"""Variables that are no setting of the engine: the config file, and the server that clients ask."""
+
+Args = TypeVar("Args", bound=EngineArgs)
+Spelling = Literal["flag", "keyword"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Generic[Args]):
+    """Validated settings, and for each field the words for where its value came from."""
+
+    args: Args
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """Values of one source. `names` holds each field as that source spells it."""
+
+    values: Mapping[str, Any]
+    names: Mapping[str, str]
+    origin: str
+
+    def where(self, field: str) -> str:
+        return f"{self.origin} {self.names[field]}"
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def setting_of(cls: type[EngineArgs], field: str) -> Setting:
+    """What the field's annotation says beyond pydantic."""
+    return next(item for item in cls.model_fields[field].metadata if isinstance(item, Setting))
+
+
+def nearest(word: str, words: object) -> str:
+    """ "; did you mean X?" for the most similar legal word, else nothing."""
+    close = get_close_matches(word, list(words), n=1)  # type: ignore[call-overload]
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def load_settings(
+    cls: type[Args],
+    given: Mapping[str, Any] | None = None,
+    *,
+    spelling: Spelling = "keyword",
+    config_file: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings[Args]:
+    """Settings of `cls` from all sources. `given` holds what was set by flags or keywords.
+
+    environ defaults to the process's; config_file to its LATENTRAY_CONFIG. A file or an environment
+    may also hold settings of the server that `cls` does not have.
+    Errors: ConfigError naming the setting as its source spells it; unknown names suggest the nearest.
+    """
+    environ = os.environ if environ is None else environ
+    config_file = config_file or environ.get("LATENTRAY_CONFIG")
+    layers = [_environment_layer(environ), _given_layer(cls, given or {}, spelling)]
+    if config_file:
+        layers.insert(0, _file_layer(Path(config_file)))
+    values: dict[str, Any] = {}
+    sources: dict[str, _Layer] = {}
+    for layer in map(_with_one_speculative_spelling, layers):
+        for field in layer.values.keys() & cls.model_fields.keys():
+            values[field], sources[field] = layer.values[field], layer
+    try:
+        args = cls(**values)
+    except ValidationError as error:
+        field = str(error.errors()[0]["loc"][0])
+        raise _illegal(cls, sources[field], field, values[field]) from error
+    origins = {f: sources[f].where(f) if f in sources else "default" for f in cls.model_fields}
+    return Settings(args=args, origins=origins)
+
+
+def _given_layer(cls: type[EngineArgs], given: Mapping[str, Any], spelling: Spelling) -> _Layer:
+    """Flags that were not set are None; a keyword of None means the default as well."""
+    for name in given.keys() - cls.model_fields.keys():
+        raise ConfigError(
+            f"unknown keyword {name}{nearest(name, cls.model_fields)} "
+            f"(legal keywords: {', '.join(cls.model_fields)})"
+        )
+    values = {name: value for name, value in given.items() if value is not None}
+    names = {name: flag_name(name) if spelling == "flag" else name for name in values}
+    return _Layer(values=values, names=names, origin=spelling)
+
+
+def _environment_layer(environ: Mapping[str, str]) -> _Layer:
+    legal = {PREFIX + field.upper(): field for field in ServeArgs.model_fields}
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for name, value in environ.items():
+        if not name.startswith(PREFIX) or name in OTHER_VARIABLES:
+            continue
+        if name not in legal:
+            raise ConfigError(
+                f"unknown environment variable {name}{nearest(name, legal)} "
+                f"(unset it, or use {PREFIX} and the name of a flag)"
+            )
+        values[legal[name]] = value
+        names[legal[name]] = name
+    return _Layer(values=values, names=names, origin="environment")
+
+
+def _file_layer(path: Path) -> _Layer:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}; pass a YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is no YAML: {error}") from error
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"config file {path} holds a {type(content).__name__}; it must hold settings, "
+            "one a line, such as tensor-parallel-size: 2"
+        )
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for key, value in content.items():
+        field = str(key).replace("-", "_")
+        if field not in ServeArgs.model_fields:
+            legal = [name.replace("_", "-") for name in ServeArgs.model_fields]
+            raise ConfigError(
+                f"config file {path}: unknown setting {key}{nearest(field.replace('_', '-'), legal)} "
+                f"(legal settings: {', '.join(legal)})"
+            )
+        if field in values:
+            raise ConfigError(f"config file {path}: {names[field]} and {key} are the same setting; keep one")
+        if value is not None:
+            values[field] = value
+            names[field] = str(key)
+    return _Layer(values=values, names=names, origin=f"file {path}:")
+
+
+def _with_one_speculative_spelling(layer: _Layer) -> _Layer:
+    """Turn speculative_config into num_speculative_tokens, so that a later source overrides either."""
+    if "speculative_config" not in layer.values:
+        return layer
+    field, value = "speculative_config", layer.values["speculative_config"]
+    try:
+        number = EngineArgs(speculative_config=value).num_speculative_tokens
+    except ValidationError as error:
+        raise _illegal(EngineArgs, layer, field, value) from error
+    other = layer.values.get("num_speculative_tokens", number)
+    if str(other) != str(number):
+        raise ConfigError(
+            f"{layer.where(field)} says {number} tokens and {layer.names['num_speculative_tokens']} says "
+            f"{other}; they are one setting: pass one of them"
+        )
+    values = {name: value for name, value in layer.values.items() if name != field}
+    return _Layer(
+        values=values | {"num_speculative_tokens": number},
+        names=dict(layer.names) | {"num_speculative_tokens": layer.names[field]},
+        origin=layer.origin,
+    )
+
+
+def _illegal(cls: type[EngineArgs], layer: _Layer, field: str, value: object) -> ConfigError:
+    name = layer.names[field] if layer.origin in ("flag", "keyword") else layer.where(field)
+    return ConfigError(f"{name} is {value!r}; it must be {setting_of(cls, field).rule}")

@@ -1,0 +1,167 @@
+"""What stands before a model: text and chats become validated requests, updates become text."""
+
+import random
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.model.config import ModelConfig
+from actors.requests import Request
+from actors.sampling_params import SamplingParams
+from cluster.generation_config import default_sampling_params, eos_token_ids
+from cluster.tokenizer import ChatTemplate, TextStream, Tokenizer
+from cluster.tokenizer.json_files import read_json_object
+from cluster.tokenizer.messages import checked_messages
+from kernels_integration.errors import InvalidRequestError
+
+
+class ModelFrontend:
+    """One model's tokenizer, chat template, limits and defaults. Needs neither torch nor Ray.
+
+    default_sampling_params: what generation_config.json says, in SamplingParams' names.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        served_model_name: str,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        default_sampling_params: Mapping[str, float | int],
+        seed: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.served_model_name = served_model_name
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.default_sampling_params = dict(default_sampling_params)
+        self._chat_templates = {
+            name: ChatTemplate(source, special_tokens=tokenizer.special_tokens)
+            for name, source in tokenizer.chat_templates.items()
+        }
+        self._draw_seed: Callable[[int], int] = (
+            secrets.randbits if seed is None else random.Random(seed).getrandbits
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_path: str | Path,
+        *,
+        served_model_name: str,
+        max_model_len: int,
+        seed: int | None = None,
+    ) -> "ModelFrontend":
+        """Read a checkpoint's tokenizer files, config.json and generation_config.json.
+
+        seed: requests without a seed draw theirs from it, in order of building; None: from the system.
+        Errors: CheckpointError.
+        """
+        directory = Path(model_path)
+        tokenizer = Tokenizer.from_pretrained(directory)
+        generation = read_json_object(directory / "generation_config.json")
+        return cls(
+            tokenizer=tokenizer,
+            served_model_name=served_model_name,
+            max_model_len=max_model_len,
+            vocab_size=ModelConfig.from_pretrained(directory).vocab_size,
+            eos_token_ids=eos_token_ids(
+                generation, read_json_object(directory / "config.json"), tokenizer.eos_token_id
+            ),
+            default_sampling_params=default_sampling_params(generation),
+            seed=seed,
+        )
+
+    def sampling_defaults(self, *, max_tokens: int | None = 16) -> SamplingParams:
+        """The parameters of a request that states none: the checkpoint's, else SamplingParams' own."""
+        defaults: dict[str, Any] = {"max_tokens": max_tokens} | self.default_sampling_params
+        return SamplingParams(**defaults)
+
+    def build_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Request:
+        """A request that the coordinator can trust, with its effective seed.
+
+        prompt: text, which gets the tokenizer's special tokens, or token ids, taken as they are.
+        Errors: InvalidRequestError naming field, value, limit.
+        """
+        params = self.sampling_defaults() if params is None else params
+        token_ids = self.encode_prompt(prompt)
+        for token_id in params.stop_token_ids:
+            self._check_token_id(token_id, "stop_token_ids")
+        seed = self._draw_seed(64) if params.seed is None else params.seed % 2**64
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=seed,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Validated token ids of a prompt. Errors: InvalidRequestError."""
+        if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+            raise InvalidRequestError(
+                f"prompt is a {type(prompt).__name__}; it must be text or a list of token ids", field="prompt"
+            )
+        if len(prompt) == 0:
+            raise InvalidRequestError(
+                "prompt is empty; it must hold at least one character or token id", field="prompt"
+            )
+        token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not token_ids:
+            raise InvalidRequestError(
+                f"prompt {prompt!r} has no tokens; it must have at least one", field="prompt"
+            )
+        for token_id in token_ids:
+            self._check_token_id(token_id, "prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"prompt has {len(token_ids)} tokens; max_model_len {self.max_model_len} leaves room for "
+                f"{self.max_model_len - 1} and one new token: shorten the prompt or raise --max-model-len",
+                field="prompt",
+            )
+        return token_ids
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a chat; `variables` go to the template (tools, enable_thinking...).
+
+        Errors: InvalidRequestError: no chat template, malformed messages, refused by the template.
+        """
+        default = self._chat_templates.get("default")
+        template = self._chat_templates.get("tool_use", default) if variables.get("tools") else default
+        if template is None:
+            raise InvalidRequestError(
+                f"{self.served_model_name} has no chat template; send a prompt instead, or add "
+                "chat_template.jinja to the checkpoint",
+                field="messages",
+            )
+        text = template.render(
+            checked_messages(messages), add_generation_prompt=add_generation_prompt, **variables
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+
+    def text_stream(self, params: SamplingParams) -> TextStream:
+        """The text of one completion under these parameters."""
+        return TextStream(
+            self.tokenizer.backend, stop=params.stop, skip_special_tokens=params.skip_special_tokens
+        )
+
+    def _check_token_id(self, token_id: object, field: str) -> None:
+        legal = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not legal or not 0 <= token_id < self.vocab_size:  # type: ignore[operator]
+            raise InvalidRequestError(
+                f"{field} holds {token_id!r}; token ids of {self.served_model_name} are whole numbers from 0 "
+                f"to {self.vocab_size - 1}",
+                field=field,
+            )

@@ -1,0 +1,7 @@
+"""The tokenizer front end: text to ids, chats to ids, streamed ids to text."""
+
+from cluster.tokenizer.chat_template import ChatTemplate
+from cluster.tokenizer.text_stream import TextStream
+from cluster.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "TextStream", "Tokenizer"]
