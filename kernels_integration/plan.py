@@ -6,6 +6,7 @@ planner of ROCm/aiter, page size 1, one query token per row).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -96,14 +97,16 @@ def plan_from_indptr(kv_indptr: Tensor, num_parts: int, *, kv_indices: Tensor | 
 
 def _plan_unsplit(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) -> SparseMLAPlan:
     """One worker runs every row whole: the common plan of CPU shards, rebuilt per layer under DCP."""
-    rows = kv_indptr.shape[0] - 1
-    work_info = kv_indptr.new_zeros(rows, 8)
-    row_bounds = torch.arange(rows + 1, dtype=torch.int32, device=kv_indptr.device)
-    work_info[:, 0] = row_bounds[:-1]
-    work_info[:, 1] = -1
-    work_info[:, 2:4] = row_bounds.unfold(0, 2, 1)
-    work_info[:, 4:6] = kv_indptr.unfold(0, 2, 1)
-    work_indptr = kv_indptr.new_full((num_parts + 1,), rows)
+    rows, device = kv_indptr.shape[0] - 1, kv_indptr.device
+    row_bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    row = row_bounds[:-1]
+    reduce_indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+    zero = reduce_indptr[:-1]
+    reduce_final_map = torch.full((rows, 2), -1, dtype=torch.int32, device=device)
+    work_info = torch.stack(
+        (row, reduce_final_map[:, 0], row, row_bounds[1:], kv_indptr[:-1], kv_indptr[1:], zero, zero), 1
+    )
+    work_indptr = torch.full((num_parts + 1,), rows, dtype=torch.int32, device=device)
     work_indptr[0] = 0
     return SparseMLAPlan(
         rows=rows,
@@ -112,9 +115,9 @@ def _plan_unsplit(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) 
         kv_indices=kv_indices,
         work_indptr=work_indptr,
         work_info=work_info,
-        reduce_indptr=kv_indptr.new_zeros(rows + 1),
-        reduce_final_map=kv_indptr.new_full((rows, 2), -1),
-        reduce_partial_map=kv_indptr.new_empty(0),
+        reduce_indptr=reduce_indptr,
+        reduce_final_map=reduce_final_map,
+        reduce_partial_map=torch.empty(0, dtype=torch.int32, device=device),
         num_partial_rows=0,
     )
 
@@ -169,7 +172,8 @@ def _plan_split(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) ->
     work_info = torch.stack(
         (row, partial, row, row + 1, kv_start, kv_end, row_last - kv_end, torch.zeros_like(row)), 1
     )
-    row_bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    row_ids = torch.arange(rows, dtype=torch.int32, device=device)
+    final_map = torch.stack((row_ids, row_ids + 1), 1)
     max_entries = min(rows + num_parts - 1, 2 * (num_parts - 1))
     return SparseMLAPlan(
         rows=rows,
@@ -179,7 +183,7 @@ def _plan_split(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) ->
         work_indptr=work_indptr.int(),
         work_info=(work_info * used.unsqueeze(1)).int(),
         reduce_indptr=reduce_indptr.int(),
-        reduce_final_map=row_bounds.unfold(0, 2, 1).where(split.unsqueeze(1), -1),
+        reduce_final_map=final_map.where(split.unsqueeze(1), -1),
         reduce_partial_map=torch.arange(max_entries, dtype=torch.int32, device=device),
         num_partial_rows=max_entries,
     )
@@ -193,3 +197,131 @@ def _cut_to_used(plan: SparseMLAPlan) -> SparseMLAPlan:
         reduce_partial_map=plan.reduce_partial_map[:num_entries],
         num_partial_rows=num_entries,
     )
+
+
+def validate_plan(plan: SparseMLAPlan, *, num_slots: int | None = None) -> None:
+    """Checks all that a single plan can show of the invariants, for tests and debug runs.
+
+    num_slots: size of the cache that kv_indices must stay inside. Reads device arrays on the host.
+    Errors: PlanError that names the broken invariant.
+    """
+    row_kv = _checked_indptr("kv_indptr", plan.kv_indptr, plan.rows)
+    if plan.kv_indices is not None:
+        _check_indices(plan.kv_indices, int(row_kv[-1]), num_slots)
+    work_indptr = _checked_indptr("work_indptr", plan.work_indptr, plan.num_parts)
+    if work_indptr[-1] > plan.work_info.shape[0]:
+        _refuse(
+            _BOUNDS, f"work_indptr ends at {work_indptr[-1]}, work_info has {plan.work_info.shape[0]} items"
+        )
+    items = plan.work_info[: int(work_indptr[-1])].cpu().long()
+    _check_bounds(items, plan.rows, int(row_kv[-1]))
+    # Rows may be spread over workers in any order; the items of one row keep theirs.
+    items = items[items[:, 0].argsort(stable=True)]
+    item_counts = items[:, 0].bincount(minlength=plan.rows)
+    _check_empty_rows(items, item_counts, row_kv)
+    _check_query_rows(items, item_counts)
+    _check_kv_tiling(items, row_kv)
+    _check_merges(plan, items, item_counts)
+
+
+_TILING = "1 (the items of a row tile its KV exactly once, in order)"
+_QUERY_ROWS = "2 (every planned row is written exactly once, directly or by the merge)"
+_MERGES = "3 (one merge tile of 2 or more disjoint partial rows per split row, none for others)"
+_BOUNDS = "4 (no item, index or pointer reaches past the planned rows and their KV)"
+_EMPTY_ROWS = "5 (a row without KV has exactly one empty item, other rows none)"
+
+
+def _refuse(invariant: str, what: str) -> NoReturn:
+    raise PlanError(f"plan breaks invariant {invariant}: {what}; build a plan for these rows and lengths")
+
+
+def _refuse_where(bad: Tensor, invariant: str, what: str) -> None:
+    if bool(bad.any()):
+        _refuse(invariant, f"{what} {int(bad.int().argmax())}")
+
+
+def _checked_indptr(name: str, indptr: Tensor, length: int) -> Tensor:
+    values = indptr.cpu().long()
+    if values.shape != (length + 1,):
+        _refuse(_BOUNDS, f"{name} has shape {tuple(values.shape)} instead of ({length + 1},)")
+    if values[0] != 0:
+        _refuse(_BOUNDS, f"{name} starts at {values[0]} instead of 0")
+    _refuse_where(values.diff() < 0, _BOUNDS, f"{name} falls after entry")
+    return values
+
+
+def _check_indices(kv_indices: Tensor, num_tokens: int, num_slots: int | None) -> None:
+    if kv_indices.shape[0] < num_tokens:
+        _refuse(_BOUNDS, f"kv_indptr ends at {num_tokens}, kv_indices has {kv_indices.shape[0]} entries")
+    slots = kv_indices[:num_tokens].cpu()
+    _refuse_where(slots < 0, _BOUNDS, "a slot below 0 at kv_indices entry")
+    if num_slots is not None:
+        _refuse_where(slots >= num_slots, _BOUNDS, f"a slot past the cache's {num_slots} at kv_indices entry")
+
+
+def _check_bounds(items: Tensor, rows: int, num_tokens: int) -> None:
+    batch_idx, _, qo_start, qo_end, kv_start, kv_end, _, _ = items.unbind(1)
+    outside = (batch_idx < 0) | (batch_idx >= rows) | (qo_start < 0) | (qo_end > rows)
+    _refuse_where(outside, _BOUNDS, f"a q row outside 0..{rows - 1} in item")
+    outside = (kv_start < 0) | (kv_end > num_tokens)
+    _refuse_where(outside, _BOUNDS, f"KV outside the {num_tokens} planned tokens in item")
+
+
+def _check_query_rows(items: Tensor, item_counts: Tensor) -> None:
+    row, partial, qo_start, qo_end = items[:, :4].unbind(1)
+    _refuse_where(item_counts == 0, _QUERY_ROWS, "no item writes row")
+    _refuse_where(
+        (qo_start != row) | (qo_end != row + 1), _QUERY_ROWS, "a q range that is not its row in row"
+    )
+    split = item_counts[row] > 1
+    _refuse_where(
+        split & (partial < 0), _QUERY_ROWS, "a direct write beside others to the row of sorted item"
+    )
+    _refuse_where(~split & (partial != -1), _QUERY_ROWS, "a partial write of an unsplit row by sorted item")
+
+
+def _check_empty_rows(items: Tensor, item_counts: Tensor, row_kv: Tensor) -> None:
+    row_empty = row_kv.diff() == 0
+    _refuse_where(row_empty & (item_counts > 1), _EMPTY_ROWS, "several items for row")
+    empty = items[:, 4] == items[:, 5]
+    _refuse_where(empty & ~row_empty[items[:, 0]], _EMPTY_ROWS, "an empty item of a row with KV: sorted item")
+
+
+def _check_kv_tiling(items: Tensor, row_kv: Tensor) -> None:
+    row, kv_start, kv_end, kv_offset = items[:, 0], items[:, 4], items[:, 5], items[:, 6]
+    opens = torch.ones_like(row, dtype=torch.bool)
+    opens[1:] = row[1:] != row[:-1]
+    expected_start = torch.where(opens, row_kv[row], kv_end.roll(1))
+    _refuse_where(kv_start != expected_start, _TILING, "a gap or an overlap before sorted item")
+    _refuse_where(kv_end < kv_start, _TILING, "an item that ends before it starts: sorted item")
+    closes = opens.roll(-1)
+    _refuse_where(
+        closes & (kv_end != row_kv[row + 1]), _TILING, "KV left over after the row's last, sorted item"
+    )
+    wrong_offset = kv_offset != row_kv[row + 1] - kv_end
+    _refuse_where(
+        wrong_offset, _TILING, "a kv_offset that is not the row's tokens after kv_end in sorted item"
+    )
+
+
+def _check_merges(plan: SparseMLAPlan, items: Tensor, item_counts: Tensor) -> None:
+    reduce_indptr = _checked_indptr("reduce_indptr", plan.reduce_indptr, plan.rows)
+    num_entries = int(reduce_indptr[-1])
+    if num_entries > plan.reduce_partial_map.shape[0]:
+        _refuse(_BOUNDS, f"reduce_indptr ends at {num_entries}, past the end of reduce_partial_map")
+    split = item_counts > 1
+    wrong_count = reduce_indptr.diff() != torch.where(split, item_counts, 0)
+    _refuse_where(wrong_count, _MERGES, "merge entries that are not the parts of row")
+    if plan.reduce_final_map.shape != (plan.rows, 2):
+        _refuse(_MERGES, f"reduce_final_map has shape {tuple(plan.reduce_final_map.shape)}")
+    rows = torch.arange(plan.rows)
+    final_rows = torch.stack((rows, rows + 1), 1)
+    wrong_rows = (plan.reduce_final_map.cpu() != final_rows).any(1)
+    _refuse_where(split & wrong_rows, _MERGES, "a merge that writes other rows than row")
+    entries = plan.reduce_partial_map[:num_entries].cpu().long()
+    partial = items[split[items[:, 0]], 1]
+    _refuse_where(entries != partial, _MERGES, "a partial row that its item does not write, at entry")
+    outside = (entries < 0) | (entries >= plan.num_partial_rows)
+    _refuse_where(outside, _BOUNDS, f"a partial row outside the {plan.num_partial_rows} provided, at entry")
+    if bool((entries.sort().values.diff() == 0).any()):
+        _refuse(_MERGES, "two items write the same partial row")
