@@ -17,7 +17,7 @@ from actors.stats import GroupStats
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 1.0
+BEAT_S = 0.5
 """Both ends say this often that they live."""
 CLIENT_SILENCE_S = 10.0
 """Generous: a front end that beats from its event loop may spend seconds in one call."""

@@ -199,7 +199,7 @@ class ShardEnd:
     def close(self) -> None:
         self._closing.set()
         self._beats.join()
-        self._socket.close(linger=1000)
+        self._socket.close(linger=300)
 
     def _beat(self, address: str, beat_s: float) -> None:
         socket = self._connect(address, b"%d.%d.beats" % (self.epoch, self.rank))

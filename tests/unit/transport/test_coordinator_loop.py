@@ -1,0 +1,314 @@
+"""The coordinator's loop with real channels, a scripted coordinator, echo shards and real clients."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq
+from scripted import EchoShard, ScriptedCoordinator, request
+
+from actors.coordinator_loop import CoordinatorLoop
+from actors.messages import StepInput, StepOutput
+from actors.transport import request_channel, step_channel
+from actors.transport.step_channel import ShardEnd
+from cluster.group_client import GroupClient
+from kernels_integration.errors import (
+    AbortedError,
+    DuplicateRequestError,
+    LatentrayError,
+    OverloadedError,
+    UnavailableError,
+)
+
+Execute = Callable[[StepInput, Callable[[StepOutput], None]], None]
+
+
+class Group:
+    """A coordinator loop and two shards in threads."""
+
+    def __init__(
+        self, execute: Execute | None = None, *, capacity: int = 100, client_silence_s: float = 10.0
+    ) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.coordinator = ScriptedCoordinator(capacity)
+        shards = step_channel.CoordinatorEnd(2, silence_s=0.4, context=self.context)
+        clients = request_channel.CoordinatorEnd(silence_s=client_silence_s, context=self.context)
+        self.address = clients.address
+        self.loop = CoordinatorLoop(self.coordinator, shards, clients, tick_s=0.05)
+        self.shards = [ShardEnd(shards.address, rank, beat_s=0.05, context=self.context) for rank in range(2)]
+        self.echoes = [EchoShard(), EchoShard()]
+        executes = [execute or self.echoes[0].execute, self.echoes[1].execute]
+        self.threads = [threading.Thread(target=self.loop.run, name="coordinator")] + [
+            threading.Thread(target=self._run_shard, args=(end, run), name="shard")
+            for end, run in zip(self.shards, executes, strict=True)
+        ]
+
+    def start(self, *, ready: bool = True) -> None:
+        for thread in self.threads:
+            thread.start()
+        if ready:
+            for shard in self.shards:
+                shard.ready()
+
+    def stop(self) -> None:
+        self.loop.stop()
+        for thread in self.threads:
+            thread.join(5)
+            assert not thread.is_alive()
+        for shard in self.shards:
+            shard.close()
+        self.context.term()
+
+    @staticmethod
+    def _run_shard(end: ShardEnd, execute: Execute) -> None:
+        while (step := end.receive()) is not None:
+            execute(step, end.report if end.rank == 0 else lambda output: None)
+
+
+@asynccontextmanager
+async def served(group: Group) -> AsyncIterator[GroupClient]:
+    group.start()
+    client = GroupClient(group.address, silence_s=1.0)
+    try:
+        await client.connect()
+        await eventually(lambda: client.healthy)
+        yield client
+    finally:
+        await client.close()
+        group.stop()
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def tokens_of(client: GroupClient, request_id: str, max_tokens: int = 3) -> list[int]:
+    return [
+        token
+        async for update in client.generate(request(request_id, max_tokens))
+        for token in update.token_ids
+    ]
+
+
+def endless(step_s: float) -> Execute:
+    shard = EchoShard()
+
+    def execute(step: StepInput, report: Callable[[StepOutput], None]) -> None:
+        time.sleep(step_s)
+        shard.execute(step, report)
+
+    return execute
+
+
+async def test_requests_stream_to_their_own_client() -> None:
+    group = Group()
+    async with served(group) as first:
+        second = GroupClient(group.address)
+        results = await asyncio.gather(
+            *(tokens_of(client, f"{name}-{i}", 1 + i) for name, client in (("a", first), ("b", second))
+              for i in range(5))
+        )  # fmt: skip
+        assert results == [list(range(1 + i)) for _ in range(2) for i in range(5)]
+        await second.close()
+        assert [s.step for s in group.echoes[1].steps] == [s.step for s in group.echoes[0].steps]
+
+
+async def test_stats_and_health_travel_with_heartbeats() -> None:
+    async with served(Group()) as client:
+        assert (client.healthy, client.message) == (True, "ready")
+        await tokens_of(client, "r", 7)
+        await eventually(lambda: client.stats is not None and client.stats.num_steps == 7)
+
+
+async def test_before_the_shards_are_ready_requests_are_refused() -> None:
+    group = Group()
+    group.start(ready=False)
+    client = GroupClient(group.address)
+    try:
+        await client.connect()
+        assert (client.healthy, client.message) == (False, "0 of 2 shards are ready")
+        with pytest.raises(UnavailableError, match="0 of 2 shards"):
+            await tokens_of(client, "r")
+        for shard in group.shards:
+            shard.ready()
+        await eventually(lambda: client.healthy)
+        assert await tokens_of(client, "r") == [0, 1, 2]
+    finally:
+        await client.close()
+        group.stop()
+
+
+async def test_errors_of_the_coordinator_reach_the_caller_as_their_class() -> None:
+    async with served(Group(endless(0.01), capacity=1)) as client:
+        live = asyncio.create_task(tokens_of(client, "a", 10**6))
+        await eventually(lambda: client.stats is not None and client.stats.running == 1)
+        with pytest.raises(OverloadedError, match="queue is full"):
+            await tokens_of(client, "b")
+        with pytest.raises(DuplicateRequestError, match="'a'"):
+            await tokens_of(client, "a")
+        other = GroupClient(client.request_address)
+        with pytest.raises(DuplicateRequestError, match="'a'"):
+            await tokens_of(other, "a")
+        await other.close()
+        assert not live.done()
+        await client.abort(["a", "unknown"])
+        with pytest.raises(AbortedError):
+            await live
+
+
+async def test_leaving_a_stream_early_aborts_its_request() -> None:
+    group = Group(endless(0.005))
+    async with served(group) as client:
+        stream = client.generate(request("left", 10**6))
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        await eventually(lambda: group.coordinator.aborted == ["left"])
+        task = asyncio.create_task(tokens_of(client, "cancelled", 10**6))
+        await eventually(lambda: "cancelled" in group.coordinator.live)
+        task.cancel()
+        await eventually(lambda: group.coordinator.aborted == ["left", "cancelled"])
+
+
+async def test_closing_a_client_aborts_its_requests_and_no_other() -> None:
+    group = Group(endless(0.005))
+    async with served(group) as client:
+        kept = asyncio.create_task(tokens_of(client, "kept", 10**6))
+        leaver = GroupClient(group.address)
+        left = asyncio.create_task(tokens_of(leaver, "left", 10**6))
+        await eventually(lambda: len(group.coordinator.live) == 2)
+        await leaver.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            await left
+        await eventually(lambda: group.coordinator.aborted == ["left"])
+        kept.cancel()
+
+
+async def test_a_client_that_falls_silent_has_its_requests_aborted() -> None:
+    group = Group(endless(0.005), client_silence_s=0.8)
+    async with served(group) as client:
+        crashed: zmq.Socket[bytes] = group.context.socket(zmq.DEALER)
+        crashed.connect(group.address)
+        crashed.send(request_channel.encode(request_channel.Submit(request("orphan", 10**6))))
+        kept = asyncio.create_task(tokens_of(client, "kept", 10**6))
+        await eventually(lambda: len(group.coordinator.live) == 2)
+        await eventually(lambda: group.coordinator.aborted == ["orphan"])
+        await asyncio.sleep(0.5)
+        assert not kept.done()
+        kept.cancel()
+        crashed.close(linger=0)
+
+
+async def test_a_silent_shard_fails_live_requests_and_health() -> None:
+    group = Group(endless(0.005))
+    async with served(group) as client:
+        live = [asyncio.create_task(tokens_of(client, f"r{i}", 10**6)) for i in range(3)]
+        await eventually(lambda: len(group.coordinator.live) == 3)
+        group.shards[1]._closing.set()  # its heart stops; nothing says so
+        for task in live:
+            with pytest.raises(UnavailableError, match="shard 1 is lost"):
+                await task
+        await eventually(lambda: not client.healthy)
+        assert "shard 1" in client.message
+        with pytest.raises(UnavailableError, match="shard 1"):
+            await tokens_of(client, "late")
+        assert group.loop.wait_failed(1.0) == client.message
+
+
+async def test_a_shard_that_reports_its_failure_is_named_with_the_cause() -> None:
+    holder: list[Group] = []
+
+    def fail_third(step: StepInput, report: Callable[[StepOutput], None]) -> None:
+        if step.step == 3:
+            holder[0].shards[0].fail("collective_failed", "rank 1 left")
+        else:
+            EchoShard().execute(step, report)
+
+    group = Group(fail_third)
+    holder.append(group)
+    async with served(group) as client:
+        with pytest.raises(UnavailableError, match=r"shard 0 is lost: rank 1 left \[collective_failed\]"):
+            await tokens_of(client, "r", 10)
+
+
+async def test_the_supervisor_can_report_a_dead_shard() -> None:
+    group = Group(endless(0.005))
+    async with served(group) as client:
+        live = asyncio.create_task(tokens_of(client, "r", 10**6))
+        await eventually(lambda: bool(group.coordinator.live))
+        group.loop.shard_lost(1, "its process was killed")
+        with pytest.raises(UnavailableError, match="shard 1 is lost: its process was killed"):
+            await live
+
+
+async def test_a_long_step_is_slow_and_not_dead() -> None:
+    async with served(Group(endless(0.6))) as client:  # silence_s of the shards is 0.4
+        assert await tokens_of(client, "r", 2) == [0, 1]
+        assert client.healthy
+
+
+async def test_a_fault_of_the_coordinator_fails_requests_as_internal() -> None:
+    group = Group()
+
+    def break_down(output: StepOutput) -> None:
+        raise ZeroDivisionError("a bug")
+
+    group.coordinator.process = break_down  # type: ignore[method-assign]
+    async with served(group) as client:
+        with pytest.raises(LatentrayError, match="ZeroDivisionError: a bug") as caught:
+            await tokens_of(client, "r")
+        assert caught.value.code == "internal"
+        await eventually(lambda: not client.healthy)
+
+
+async def test_stopping_ends_live_requests_and_lets_the_shards_go() -> None:
+    group = Group(endless(0.005))
+    group.start()
+    client = GroupClient(group.address)
+    await client.connect()
+    await eventually(lambda: client.healthy)
+    live = asyncio.create_task(tokens_of(client, "r", 10**6))
+    await eventually(lambda: bool(group.coordinator.live))
+    group.loop.stop()
+    with pytest.raises(UnavailableError, match="stopping"):
+        await live
+    await client.close()
+    group.stop()
+
+
+async def test_a_lost_coordinator_fails_live_requests() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    end = request_channel.CoordinatorEnd(context=context)
+    client = GroupClient(end.address, silence_s=0.3)
+    connecting = asyncio.create_task(client.connect())
+    while not end.receive():
+        await asyncio.sleep(0.01)
+    end.beat(request_channel.GroupBeat(healthy=True, message="ready", stats=ScriptedCoordinator().stats()))
+    await connecting
+    live = asyncio.create_task(tokens_of(client, "r"))
+    with pytest.raises(UnavailableError, match="no heartbeat"):
+        await live
+    assert not client.healthy
+    await client.close()
+    end.close()
+    context.term()
+
+
+async def test_an_address_without_a_coordinator_is_unavailable() -> None:
+    client = GroupClient("tcp://127.0.0.1:9")
+    with pytest.raises(UnavailableError, match=r"tcp://127.0.0.1:9 did not answer within 0.2 s"):
+        await client.connect(timeout_s=0.2)
+    await client.close()
+
+
+async def test_the_idle_loop_sleeps() -> None:
+    async with served(Group()):
+        before_s = time.process_time()
+        await asyncio.sleep(1.0)
+        assert time.process_time() - before_s < 0.25
