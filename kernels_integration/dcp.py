@@ -89,9 +89,11 @@ def merge_attention(o: Tensor, lse: Tensor, dcp: DcpGroup) -> Tensor:
     [rows, heads_all / W, C] in o's dtype, merged in lse's; a group of one rank gets o itself.
 
     A rank without KV for a row (lse = -inf) contributes 0, whatever its o holds; an lse of NaN or
-    +inf counts as -inf; where no rank has KV the result is 0. The sum runs over ranks in rank order.
-    Each rank receives o and lse of all heads in one exchange: a second, smaller exchange of the lse
-    alone would cost more than the bytes it saves between CPU ranks.
+    +inf counts as -inf; where no rank has KV the result is 0. Each head is merged on one rank alone, so
+    no two ranks can disagree about it.
+
+    One exchange carries o and lse of all heads to every rank: between CPU ranks a second exchange
+    costs more than the bytes it would save.
     """
     W, r = dcp.size, dcp.rank
     if W == 1:
