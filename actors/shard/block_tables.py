@@ -1,7 +1,7 @@
 """Block tables of all state slots, and the rows that a forward pass makes of them.
 
 Arithmetic on rows is done on the host (NumPy); only [requests, L] slot tables are made on the device.
-Source: contracts in docs/contracts/dcp.md (slots, owners), docs/contracts/mtp.md (what a row sees).
+Source: contracts in contracts/dcp.md (slots, owners), contracts/mtp.md (what a row sees).
 """
 
 import itertools

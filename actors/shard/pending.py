@@ -4,7 +4,7 @@ The MTP row in slot p needs the target's h[p-1] and the token t[p]. The rows of 
 step are *unconfirmed* until the coordinator says which tokens were accepted; accepted rows are
 *pending* until a step fills them. At most `capacity` rows (R) wait; older ones fall out, and the MTP
 layer then sees nothing before the first row that is left.
-Source: docs/contracts/mtp.md, "pending hidden states" and "k = 0".
+Source: contracts/mtp.md, "pending hidden states" and "k = 0".
 """
 
 from dataclasses import dataclass

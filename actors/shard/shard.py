@@ -1,4 +1,4 @@
-"""One shard executes steps: draft, verify, sample, report, prompt fill (docs/contracts/mtp.md 2).
+"""One shard executes steps: draft, verify, sample, report, prompt fill (contracts/mtp.md 2).
 
 Everything a message asks for happens here, at its place in step order; nothing is decided here. All
 ranks of a group execute the same step and agree on every token by construction.
@@ -27,7 +27,7 @@ from kernels_integration.rows import RowBatch
 from kernels_integration.sampling import Sampled, sample
 
 PENDING_CAPACITY = 32
-"""Rows per slot that may wait for the MTP layer (R in docs/contracts/mtp.md)."""
+"""Rows per slot that may wait for the MTP layer (R in contracts/mtp.md)."""
 
 Int64s = NDArray[np.int64]
 

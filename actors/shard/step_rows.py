@@ -81,18 +81,15 @@ class StepRows:
         return rows, slots, np.concatenate([verify_positions, chunk_positions]) + 1
 
     def lengths(self, drafts: Int64s, tokens: Int64s) -> NDArray[np.int32]:
-        """[N] committed tokens after the step, by the acceptance rule (docs/contracts/mtp.md 4).
+        """[N] tokens whose KV the shard holds after the step, by the acceptance rule (contracts/mtp.md 4).
 
-        A verify adds the target's token of each row up to the first draft that differs from it; a
-        final chunk adds one token; a middle chunk none.
+        A verify adds the anchor and its drafts up to the first that differs from the target's token.
         """
         lengths = self.starts + self.counts
-        lengths[self.final] += 1
-        if self.num_verifies:
-            tokens_indptr = np.concatenate(([0], np.cumsum(self.k + 1)))
-            drafts_indptr = np.concatenate(([0], np.cumsum(self.k)))
-            for i, k in enumerate(self.k.tolist()):
-                own = tokens[tokens_indptr[i] : tokens_indptr[i] + k]
-                held = drafts[drafts_indptr[i] : drafts_indptr[i] + k] == own
-                lengths[i] = self.starts[i] + 2 + int(np.logical_and.accumulate(held).sum())
+        tokens_end = np.cumsum(self.k + 1)
+        drafts_end = np.cumsum(self.k)
+        for i, k in enumerate(self.k.tolist()):
+            own = tokens[tokens_end[i] - k - 1 : tokens_end[i] - 1]
+            held = drafts[drafts_end[i] - k : drafts_end[i]] == own
+            lengths[i] = self.starts[i] + 1 + int(np.logical_and.accumulate(held).sum())
         return lengths.astype(np.int32)

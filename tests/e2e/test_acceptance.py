@@ -33,7 +33,7 @@ def _acceptance(prompts, *, max_tokens: int, ignore_eos: bool, **config) -> list
         group.step()
     stats = group.stats()
     group.close()
-    return [accepted / stats.num_verifies for accepted in stats.accepted_per_position]
+    return [accepted / stats.num_verifies for accepted in stats.accepted]
 
 
 def _held_out(kind: str) -> list[tuple[int, ...]]:

@@ -86,7 +86,9 @@ def test_a_chunk_carries_its_last_state_on():
 def test_an_admission_starts_afresh():
     pending = PendingRows(num_slots=1, capacity=2, hidden_size=2, dtype=torch.float64)
     for start in (1, 2, 3):
-        pending.store(np.array([0]), np.array([start]), np.array([1]), torch.tensor([_state(0, start)]).double())
+        pending.store(
+            np.array([0]), np.array([start]), np.array([1]), torch.tensor([_state(0, start)]).double()
+        )
         pending.confirm(0, np.array([start], np.int32))
     pending.take(np.array([0]))
     assert pending.mtp_from(np.array([0])).tolist() == [2]
