@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 
 import zmq
@@ -82,7 +82,7 @@ class GroupClient:
                 "check that the group runs and that its port can be reached"
             ) from None
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestUpdate]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
         """The request's updates; the last has a finish_reason. Leaving the loop early aborts it.
 
         Errors: the LatentrayError that the coordinator answered with; AbortedError after an abort;

@@ -125,7 +125,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         params = request.params
         if not params.stop:
             return None
-        return HoldBack(self._frontend.tokenizer, params.stop, skip_special_tokens=params.skip_special_tokens)
+        return HoldBack(
+            self._frontend.tokenizer.backend, params.stop, skip_special_tokens=params.skip_special_tokens
+        )
 
     async def _write(self, message: pb.GenerateResponse, context: aio.ServicerContext) -> None:
         require_message_fits(

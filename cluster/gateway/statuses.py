@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
@@ -27,9 +28,10 @@ def to_status(error: LatentrayError) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo always, BadRequest and RetryInfo where they apply."""
     message = _cut(str(error))
     code = grpc.StatusCode[outcome(error).grpc_status]
-    details = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
+    info = error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)
+    details: list[Message] = [info]
     if isinstance(error, InvalidRequestError):
-        details[0].metadata["field"] = error.field
+        info.metadata["field"] = error.field
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
@@ -71,7 +73,7 @@ async def _abort(context: aio.ServicerContext, error: LatentrayError) -> None:
     )
 
 
-def _packed(detail: object) -> any_pb2.Any:
+def _packed(detail: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(detail)
     return packed

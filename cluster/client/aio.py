@@ -1,0 +1,158 @@
+"""The asyncio client: `Client` with awaits. One event loop owns it."""
+
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, overload
+
+import grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from actors.sampling_params import SamplingParams
+from cluster.client import tokenizer as tokenizers
+from cluster.client import wire
+from cluster.client.reader import AnswerReader
+from cluster.client.results import Completion, Health, Load, ModelInfo, Piece, ServerInfo
+from cluster.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A server at `target` ("host:port"); see `Client` for arguments and errors."""
+
+    def __init__(self, target: str, *, decode: bool = True, timeout_s: float = 30.0) -> None:
+        self.target = target
+        self._decode = decode
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(target, options=wire.CHANNEL_OPTIONS)
+        self._stub = vllm_engine_pb2_grpc.VllmEngineStub(self._channel)
+        self._tokenizer: Tokenizer | None = None
+        self._eos_token_ids: tuple[int, ...] = ()
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True] = True,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **changes: Any,
+    ) -> AsyncGenerator[Piece, None]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False],
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **changes: Any,
+    ) -> Coroutine[None, None, Completion]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = True,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **changes: Any,
+    ) -> AsyncGenerator[Piece, None] | Coroutine[None, None, Completion]:
+        """As `Client.generate`: iterate over pieces, or await the whole with stream=False.
+
+        A stream that is left early ends on the server once it is closed (`contextlib.aclosing`) or collected.
+        """
+        params = wire.merged_params(params, changes)
+        request = wire.generate_request(request_id, prompt, params, stream=stream)
+        if stream:
+            return self._pieces(request, params, timeout_s)
+        return self._completion(request, params, timeout_s)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests: their streams raise AbortedError. Unknown ids are no error."""
+        await self._call(self._stub.Abort, pb.AbortRequest(request_ids=request_ids))
+
+    async def health(self) -> Health:
+        message = await self._call(self._stub.HealthCheck, pb.HealthCheckRequest())
+        return Health(healthy=message.healthy, message=message.message)
+
+    async def model_info(self) -> ModelInfo:
+        return ModelInfo.from_message(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+
+    async def server_info(self) -> ServerInfo:
+        message = await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())
+        return ServerInfo.from_message(message)
+
+    async def loads(self) -> tuple[Load, ...]:
+        """One per group behind the server."""
+        message = await self._call(self._stub.GetLoads, pb.GetLoadsRequest())
+        return tuple(Load.from_message(load) for load in message.loads)
+
+    async def tokenizer(self) -> Tokenizer:
+        """The server's tokenizer; `.backend` is the `tokenizers.Tokenizer`. Fetched once."""
+        if self._tokenizer is None:
+            eos_token_ids = (await self.model_info()).eos_token_ids
+            call = self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=self._timeout_s)
+            chunks = [chunk async for chunk in self._checked(call)]
+            self._tokenizer, self._eos_token_ids = tokenizers.from_chunks(chunks), eos_token_ids
+        return self._tokenizer
+
+    async def close(self) -> None:
+        """Close the connection; live streams of this client end, on the server too."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _pieces(
+        self, request: pb.GenerateRequest, params: SamplingParams, timeout_s: float | None
+    ) -> AsyncGenerator[Piece, None]:
+        reader = await self._reader(params)
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            async for response in self._checked(call):
+                yield reader.piece(response)
+        finally:
+            call.cancel()
+
+    async def _completion(
+        self, request: pb.GenerateRequest, params: SamplingParams, timeout_s: float | None
+    ) -> Completion:
+        reader = await self._reader(params)
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            [response] = [response async for response in self._checked(call)]
+        finally:
+            call.cancel()
+        return reader.completion(request.request_id, response, wire.seed_of(await call.initial_metadata()))
+
+    async def _reader(self, params: SamplingParams) -> AnswerReader:
+        tokenizer = (await self.tokenizer()).backend if self._decode else None
+        return AnswerReader(params, tokenizer, self._eos_token_ids)
+
+    async def _call(self, method: Any, message: Any) -> Any:
+        try:
+            return await method(message, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise wire.to_error(error, self.target) from None
+
+    async def _checked(self, responses: AsyncIterable[T]) -> AsyncGenerator[T, None]:
+        try:
+            async for response in responses:
+                yield response
+        except grpc.RpcError as error:
+            raise wire.to_error(error, self.target) from None

@@ -1,0 +1,116 @@
+"""Requests to messages, statuses to errors."""
+
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grpc
+import msgspec
+from google.rpc import error_details_pb2, status_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from actors.sampling_params import SamplingParams
+from cluster.errors import from_code
+from kernels_integration.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    LatentrayError,
+    OverloadedError,
+    UnavailableError,
+)
+
+SEED_KEY = "latentray-seed"
+"""Initial metadata of Generate: the effective seed."""
+CHANNEL_OPTIONS = (
+    # The server decides what is too large, and says by which flag.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+)
+_INT32 = range(-(2**31), 2**31)
+_BY_STATUS: dict[grpc.StatusCode, type[LatentrayError]] = {
+    grpc.StatusCode.CANCELLED: AbortedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+}
+
+
+def merged_params(params: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
+    """`params` with keyword arguments over them. Errors: InvalidRequestError."""
+    legal = SamplingParams.__struct_fields__
+    for name in changes:
+        if name not in legal:
+            raise InvalidRequestError(
+                f"{name} is no sampling parameter; they are {', '.join(legal)}", field=name
+            )
+    return msgspec.structs.replace(params or SamplingParams(), **changes)
+
+
+def generate_request(
+    request_id: str | None, prompt: str | Sequence[int], params: SamplingParams, *, stream: bool
+) -> pb.GenerateRequest:
+    """Errors: InvalidRequestError for what the message cannot hold; all else is judged by the server."""
+    request = pb.GenerateRequest(
+        request_id=request_id or uuid.uuid4().hex, sampling_params=_to_message(params), stream=stream
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+        return request
+    request.tokenized.SetInParent()  # an empty list is an empty prompt, not a missing one
+    try:
+        request.tokenized.input_ids.extend(prompt)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"prompt is {prompt!r:.200}; it must be text or a list of token ids", field="prompt"
+        ) from error
+    return request
+
+
+def _to_message(params: SamplingParams) -> pb.SamplingParams:
+    if params.seed is not None and params.seed not in _INT32:
+        raise InvalidRequestError(
+            f"seed is {params.seed}; over gRPC it must be from -2147483648 to 2147483647", field="seed"
+        )
+    return pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        max_tokens=params.max_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        seed=params.seed,
+    )
+
+
+def seed_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
+    """The effective seed of a request, if the server says it."""
+    return next((int(value) for key, value in metadata if key == SEED_KEY), None)
+
+
+def to_error(error: grpc.RpcError, target: str) -> LatentrayError:
+    """The error that the server raised, by its details; without any, by the status."""
+    message = error.details() or ""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            return _from_details(status_pb2.Status.FromString(value))
+    status = error.code()
+    if status is grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(
+            f"no server can be reached at {target} ({message}); start one with `latentray serve`, "
+            "or check host and port"
+        )
+    return _BY_STATUS.get(status, LatentrayError)(f"{status.name}: {message}")
+
+
+def _from_details(status: status_pb2.Status) -> LatentrayError:
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            return from_code(info.reason.lower(), status.message, field=info.metadata.get("field", ""))
+    return LatentrayError(status.message)

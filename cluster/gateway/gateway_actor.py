@@ -1,0 +1,56 @@
+"""A gateway under Ray's supervision: arguments, start, stop. The work is GatewayServer's."""
+
+import asyncio
+
+import ray
+
+from actors.config import GroupConfig
+from cluster.frontend import ModelFrontend
+from cluster.gateway.server import GatewayServer
+from cluster.group_client import GroupClient
+
+
+@ray.remote(num_cpus=0.1)  # waits for sockets; a whole core would keep a shard from its place
+class GatewayActor:
+    """One gateway process on the node where Ray puts it. It imports no torch."""
+
+    def __init__(
+        self, config: GroupConfig, request_address: str, host: str, port: int, max_message_bytes: int
+    ) -> None:
+        self._config = config
+        self._request_address = request_address
+        self._host = host
+        self._port = port
+        self._max_message_bytes = max_message_bytes
+        self._group: GroupClient | None = None
+        self._server: GatewayServer | None = None
+
+    async def start(self) -> str:
+        """Connect to the group, listen, return host:port. Errors: ConfigError, UnavailableError."""
+        config = self._config
+        frontend = await asyncio.to_thread(
+            ModelFrontend.from_pretrained,
+            config.model_path,
+            served_model_name=config.served_model_name,
+            max_model_len=config.max_model_len,
+            seed=config.seed,
+        )
+        self._group = GroupClient(self._request_address)
+        await self._group.connect()
+        self._server = GatewayServer(
+            frontend=frontend,
+            group=self._group,
+            config=config,
+            host=self._host,
+            port=self._port,
+            max_message_bytes=self._max_message_bytes,
+        )
+        await self._server.start()
+        return self._server.address
+
+    async def stop(self, drain_s: float = 30.0) -> None:
+        """Drain and close; see GatewayServer.stop."""
+        if self._server is not None:
+            await self._server.stop(drain_s)
+        if self._group is not None:
+            await self._group.close()
