@@ -1,0 +1,215 @@
+"""The Python interface: an engine, prompts in, outputs out, named as in vLLM."""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self, TypeAlias, cast
+
+from actors.requests import RequestFailed
+from actors.sampling_params import SamplingParams
+from actors.stats import GroupStats
+from cluster.config import EngineArgs, load_settings
+from cluster.engines import Engine, Executor, Progress, start_engine
+from cluster.errors import from_code
+from cluster.frontend import ModelFrontend
+from cluster.outputs import OutputBuilder, RequestOutput
+from cluster.progress import progress_bar
+from kernels_integration.errors import InvalidRequestError
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+Message: TypeAlias = Mapping[str, Any]
+
+
+class LLM:
+    """A model in memory. Use it as a context manager, or call `close`.
+
+    model: a checkpoint's directory; the bundled one by default. executor: "ray" runs the group on a Ray
+    cluster; "inline" in this process, ranks as threads. config: a YAML file of settings. Every other
+    setting of `cluster.config.EngineArgs` is a keyword; keywords win over the environment, which wins
+    over the file.
+    Errors: ConfigError (unknown keywords suggest the nearest), CheckpointError, UnavailableError.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        executor: Executor = "ray",
+        config: str | os.PathLike[str] | None = None,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        args = load_settings(EngineArgs, {"model": model} | settings, config_file=config).args
+        self.group_config = args.resolve()
+        self.frontend = ModelFrontend.from_pretrained(
+            self.group_config.model_path,
+            served_model_name=self.group_config.served_model_name,
+            max_model_len=self.group_config.max_model_len,
+            seed=self.group_config.seed,
+        )
+        self._request_ids = map(str, itertools.count())
+        self._engine: Engine | None = start_engine(
+            self.group_config,
+            executor=executor,
+            tokenizer=self.frontend.tokenizer.backend,
+            address=args.address,
+            progress=progress,
+        )
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("this LLM was closed; make another")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One output for each prompt, in order.
+
+        A list of ids is one prompt, a list of texts or of lists many. Without sampling_params the
+        checkpoint's defaults apply; one is for all prompts, a list is one for each. use_tqdm: show
+        progress, at a terminal.
+        Errors: InvalidRequestError naming the prompt's index, before anything runs.
+        """
+        batch = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
+        return self._run(batch, self._params_of(sampling_params, len(batch)), use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """One output for each conversation; one list of messages is one conversation."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        chats = (
+            [cast(Sequence[Message], messages)] if one else list(cast(Sequence[Sequence[Message]], messages))
+        )
+        prompts = []
+        for index, chat in enumerate(chats):
+            try:
+                prompts.append(
+                    self.frontend.render_chat(
+                        chat, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+                    )
+                )
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"conversation {index}: {error}", field=error.field) from error
+        return self._run(prompts, self._params_of(sampling_params, len(prompts)), use_tqdm=use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What applies where no sampling parameters are given: the checkpoint's generation_config.json."""
+        return self.frontend.sampling_defaults()
+
+    def get_tokenizer(self) -> Any:
+        """The model's `cluster.tokenizer.Tokenizer`."""
+        return self.frontend.tokenizer
+
+    def stats(self) -> GroupStats:
+        """Counters of the group since it started."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Stop the group and give its memory back. Closing twice is no error."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _params_of(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * num_prompts
+        if len(given) != num_prompts:
+            raise InvalidRequestError(
+                f"{len(given)} sampling_params for {num_prompts} prompts; pass one for all, or one for each",
+                field="sampling_params",
+            )
+        return list(given)
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        builders = {
+            builder.request.request_id: builder
+            for builder in (
+                self._builder(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))
+            )
+        }
+        live = set(builders)
+        engine = self.engine
+        try:
+            for builder in builders.values():
+                engine.submit(builder.request)
+            with progress_bar("Prompts", len(builders), enabled=use_tqdm) as bar:
+                while live:
+                    found = engine.updates()
+                    assert found, f"the engine lost requests {sorted(live)}"
+                    for update in found:
+                        if update.request_id not in live:
+                            continue  # of an earlier call that was interrupted
+                        if isinstance(update, RequestFailed):
+                            live.discard(update.request_id)
+                            raise from_code(update.code, update.message)
+                        builders[update.request_id].push(update)
+                        if update.finish_reason is not None:
+                            live.discard(update.request_id)
+                            bar.advance()
+        finally:
+            if live:
+                engine.abort(live)
+        return [builder.output() for builder in builders.values()]
+
+    def _builder(self, index: int, prompt: Prompt, params: SamplingParams) -> OutputBuilder:
+        try:
+            content = _prompt_content(prompt)
+            request = self.frontend.build_request(next(self._request_ids), content, params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompt {index}: {error}", field=error.field) from error
+        return OutputBuilder(request, self.frontend, prompt=content if isinstance(content, str) else None)
+
+    def __repr__(self) -> str:
+        return f"LLM({asdict(self.group_config)})"
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+
+
+def _prompt_content(prompt: Prompt) -> str | Sequence[int]:
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for key in ("prompt_token_ids", "prompt"):
+        if key in prompt:
+            return cast("str | Sequence[int]", prompt[key])
+    raise InvalidRequestError(
+        f"prompt is an object with {', '.join(map(str, prompt)) or 'nothing'}; it must hold prompt or "
+        "prompt_token_ids",
+        field="prompt",
+    )
