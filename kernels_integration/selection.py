@@ -43,16 +43,6 @@ class _Tile:
     visible: Tensor  # [B, R, L] bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Candidates:
-    """A rank's own top-k of a tile, flat; per row ascending by position."""
-
-    counts: Tensor  # [rows]
-    slots: Tensor  # [n]
-    positions: Tensor  # [n]
-    scores: Tensor  # [n]
-
-
 def select_visible(rows: RowBatch) -> Selection:
     """Every local KV token that a row may see, which is what dense attention reads."""
     tiles = [
@@ -90,13 +80,21 @@ def select_topk(
     # The most tokens of a window of max_visible that one rank can own: the same number on every rank.
     whole, rest = divmod(rows.max_visible, dcp.interleave * dcp.size)
     width = min(topk, whole * dcp.interleave + min(rest, dcp.interleave))
-    candidates = []
+    counts, slots, positions, scores = [], [], [], []
     for tile, keys in _scoring_tiles(rows, index_keys, q_index):
-        scores = _scores(q_index[tile.row_start : tile.row_end], weights[tile.row_start : tile.row_end], keys)
-        candidates.append(_local_topk(tile, scores, width))
+        row_range = slice(tile.row_start, tile.row_end)
+        tile_scores = _scores(q_index[row_range], weights[row_range], keys).view(tile.visible.shape)
+        tile_scores = tile_scores.masked_fill_(~tile.visible | tile_scores.isnan(), -torch.inf)
+        chosen = _topk_mask(tile_scores, tile.visible, width)
+        counts.append(chosen.sum(dim=-1).flatten())
+        slots.append(tile.slots.unsqueeze(1).masked_select(chosen))
+        if dcp.size > 1:
+            positions.append(tile.positions.masked_select(chosen).int())
+            scores.append(tile_scores.masked_select(chosen))
+    local = _selection(rows, counts, slots)
     if dcp.size == 1:
-        return _selection(rows, [c.counts for c in candidates], [c.slots for c in candidates])
-    return _keep_global_topk(rows, candidates, topk, width, dtype, dcp)
+        return local
+    return _keep_global_topk(local, torch.cat(positions), torch.cat(scores), topk, width, dcp)
 
 
 def _tile(rows: RowBatch, group: RowGroup, requests: slice, request_rows: slice) -> _Tile:
@@ -150,46 +148,39 @@ def _scores(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return torch.bmm(weights.unsqueeze(1), per_head).squeeze(1)
 
 
-def _local_topk(tile: _Tile, scores: Tensor, k: int) -> _Candidates:
-    visible = tile.visible
-    scores = scores.view(visible.shape)
-    scores = scores.masked_fill_(~visible | scores.isnan(), -torch.inf)
-    chosen = visible
-    if scores.shape[-1] > k:
-        threshold = _kth_largest(scores, k)
-        above = scores > threshold
-        tied = (scores == threshold) & visible
-        free = k - above.sum(dim=-1, keepdim=True)
-        chosen = above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= free))
-    return _Candidates(
-        counts=chosen.sum(dim=-1).flatten(),
-        slots=tile.slots.unsqueeze(1).masked_select(chosen),
-        positions=tile.positions.masked_select(chosen),
-        scores=scores.masked_select(chosen),
-    )
+def _topk_mask(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    """The visible entries among the k highest of the last dimension; of tied ones the first. No NaN."""
+    if scores.shape[-1] <= k:
+        return visible
+    threshold = _kth_largest(scores, k)
+    above = scores > threshold
+    tied = (scores == threshold) & visible
+    free = k - above.sum(dim=-1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= free))
 
 
 def _keep_global_topk(
-    rows: RowBatch, candidates: list[_Candidates], topk: int, width: int, dtype: torch.dtype, dcp: DcpGroup
+    local: Selection, positions: Tensor, scores: Tensor, topk: int, width: int, dcp: DcpGroup
 ) -> Selection:
-    counts = torch.cat([c.counts for c in candidates])
-    slots = torch.cat([c.slots for c in candidates])
-    positions = torch.cat([c.positions for c in candidates]).int()
-    scores = torch.cat([c.scores for c in candidates])
-    indptr = _indptr(counts)
-    row = torch.repeat_interleave(counts)
+    """The part of a rank's own top-k (at most `width` per row) that is in the global one.
+
+    positions int32 and scores: [n], along local.kv_indices.
+    """
+    indptr = local.kv_indptr.long()
+    num_rows = indptr.shape[0] - 1
+    row = torch.repeat_interleave(indptr.diff())
     cell = row * width + (torch.arange(row.shape[0], device=row.device) - indptr[row])
 
     # One message: the scores' bits and the positions, both as int32. [T, K] each.
-    shape = (rows.num_rows, width)
+    shape = (num_rows, width)
     padded_scores = scores.new_full(shape, -torch.inf).view(-1).index_copy_(0, cell, scores)
     padded_positions = positions.new_full(shape, _NO_POSITION).view(-1).index_copy_(0, cell, positions)
     score_words = padded_scores.view(torch.int32)
     gathered = dcp.comm.all_gather(torch.cat([score_words, padded_positions]))  # [W, words]
     split = score_words.shape[0]
-    all_scores = gathered[:, :split].contiguous().view(dtype).view(-1, *shape)
-    all_scores = all_scores.transpose(0, 1).reshape(rows.num_rows, -1)  # [T, W * K]
-    all_positions = gathered[:, split:].reshape(-1, *shape).transpose(0, 1).reshape(rows.num_rows, -1)
+    all_scores = gathered[:, :split].contiguous().view(scores.dtype).view(-1, *shape)
+    all_scores = all_scores.transpose(0, 1).reshape(num_rows, -1)  # [T, W * K]
+    all_positions = gathered[:, split:].reshape(-1, *shape).transpose(0, 1).reshape(num_rows, -1)
 
     # A candidate is in the global top-k when it lies above the k-th score, or ties with it and its position
     # is among the lowest of the tied. All ranks compute the same two limits from the same bits.
@@ -199,7 +190,7 @@ def _keep_global_topk(
     last_position = _sorted_rows(tied_positions).gather(1, free - 1)
     row_threshold = threshold.view(-1)[row]
     keep = (scores > row_threshold) | ((scores == row_threshold) & (positions <= last_position.view(-1)[row]))
-    return Selection(kv_indptr=_indptr(keep)[indptr].int(), kv_indices=slots[keep])
+    return Selection(kv_indptr=_indptr(keep)[indptr].int(), kv_indices=local.kv_indices[keep])
 
 
 def _kth_largest(scores: Tensor, k: int) -> Tensor:
