@@ -1,0 +1,83 @@
+"""Time of one sampling call, per kind of row: `python -m benchmarks.sampling` (one thread, one rank).
+
+Logits are those of a plausible language model: a Zipf tail and a few strong candidates per row.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from kernels_integration.collectives import SoloCollectives
+from kernels_integration.sampling import SamplingRows, sample
+
+KINDS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {},
+    "temperature 0.7": {"temperature": 0.7},
+    "top-p 0.9": {"top_p": 0.9},
+    "top-k 50": {"top_k": 50},
+    "min-p 0.05": {"min_p": 0.05},
+    "greedy + 5 logprobs": {"temperature": 0.0, "num_logprobs": 5},
+}
+
+
+def make_rows(
+    num_rows: int,
+    *,
+    temperature: float = 1.0,
+    top_k: float = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    num_logprobs: float = -1,
+) -> SamplingRows:
+    return SamplingRows(
+        temperature=torch.full((num_rows,), temperature),
+        top_k=torch.full((num_rows,), int(top_k)),
+        top_p=torch.full((num_rows,), top_p),
+        min_p=torch.full((num_rows,), min_p),
+        seed=torch.arange(num_rows) * 7919 + 2**40,
+        position=torch.arange(num_rows) + 100,
+        num_logprobs=int(num_logprobs),
+    )
+
+
+def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    zipf = -torch.arange(1, vocab_size + 1).float().log()
+    return torch.stack([zipf[torch.randperm(vocab_size, generator=generator)] for _ in range(num_rows)]).add_(
+        torch.randn(num_rows, vocab_size, generator=generator) * 2
+    )
+
+
+def median_us(logits: torch.Tensor, rows: SamplingRows, seconds: float) -> float:
+    comm = SoloCollectives()
+    times = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 10:
+        start = time.perf_counter()
+        sample(logits, 0, rows, comm)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[4, 32, 128])
+    parser.add_argument("--vocab-size", type=int, default=6144)
+    parser.add_argument("--seconds", type=float, default=1.0, help="per cell")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"us per call, vocabulary {args.vocab_size}, float32, one thread")
+    print(f"{'rows':24}" + "".join(f"{num_rows:>10}" for num_rows in args.rows))
+    for name, options in KINDS.items():
+        cells = []
+        for num_rows in args.rows:
+            logits = make_logits(num_rows, args.vocab_size)
+            cells.append(median_us(logits, make_rows(num_rows, **options), args.seconds))
+        print(f"{name:24}" + "".join(f"{cell:10.0f}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Draw one token per row from logits whose vocabulary is sharded over the ranks.
+
+A row's token is argmax(logits / temperature + gumbel(seed, position, token)) over what min-p, top-k and top-p
+leave: a pure function of the row. It is the same alone or in any batch and for any number of ranks, and
+target and draft that are given the same seed and position share their noise, which is what couples them.
+
+Shape legend: R rows, V tokens of this rank's slice (padding columns -inf), W ranks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels_integration.collectives import Collectives
+from kernels_integration.errors import LatentrayError
+from kernels_integration.filters import Cuts, surviving
+from kernels_integration.logprobs import Logprobs, logprobs_of
+from kernels_integration.noise import gumbel, random_bits_at
+from kernels_integration.race import best_per_row, race
+from kernels_integration.ranking import row_max
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy, as in vLLM: dividing by it may overflow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """How each of R rows draws its token."""
+
+    temperature: Tensor
+    """[R] float; below GREEDY_BELOW: the best token, ties to the lower id."""
+    top_k: Tensor
+    """[R] int64; 0 or at least the vocabulary: off."""
+    top_p: Tensor
+    """[R] float in (0, 1]; 1: off."""
+    min_p: Tensor
+    """[R] float in [0, 1]; 0: off."""
+    seed: Tensor
+    """[R] int64: the bit pattern of the uint64 seed."""
+    position: Tensor
+    """[R] int64: index, in prompt + completion, of the token being drawn."""
+    num_logprobs: int = -1
+    """-1: none; n >= 0: the chosen token's log probability and the n best, for all rows."""
+
+    def cuts(self) -> Cuts:
+        return Cuts(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The same on every rank."""
+
+    tokens: Tensor
+    """[R] int64."""
+    logprobs: Logprobs | None
+
+
+def sample(local_logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collectives) -> Sampled:
+    """One token per row. Collective: every rank calls it with the same rows and its own slice.
+
+    local_logits: [R, V] float32 or float64, not written; V the same on all ranks, and rank r + 1's slice lies
+    above rank r's. Logits are divided by the temperature in their own dtype; scores, cuts and log
+    probabilities are float64.
+
+    NaN and +inf are no number a model can mean: they count as -inf, as padding does, and are never chosen.
+    Errors: LatentrayError, on every rank, when a row has no other entry.
+    """
+    num_rows = local_logits.shape[0]
+    if num_rows == 0:
+        tokens = torch.empty(0, dtype=torch.int64, device=local_logits.device)
+    else:
+        local_logits = _without_nan(local_logits)
+        tokens = _draw(local_logits, vocab_start, rows, comm)
+    if rows.num_logprobs < 0:
+        return Sampled(tokens=tokens, logprobs=None)
+    logprobs = logprobs_of(local_logits, vocab_start, tokens, rows.num_logprobs, comm)
+    return Sampled(tokens=tokens, logprobs=logprobs)
+
+
+def _draw(logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collectives) -> Tensor:
+    # The best of one kept token needs no noise.
+    greedy = (rows.temperature < GREEDY_BELOW) | (rows.top_k == 1)
+    if bool(greedy.all()):
+        value, column = row_max(logits)
+        return _best_of_ranks(value.double(), column + vocab_start, comm)
+
+    filtered = rows.cuts().active(comm.size * logits.shape[1]) & ~greedy
+    tokens = torch.empty_like(rows.seed)
+    whole = (~filtered).nonzero().squeeze(1)
+    if len(whole):
+        tokens[whole] = _draw_unfiltered(logits, vocab_start, rows, greedy, whole, comm)
+    cut = filtered.nonzero().squeeze(1)
+    if len(cut):
+        tokens[cut] = _draw_filtered(logits, vocab_start, rows, cut, comm)
+    return tokens
+
+
+def _draw_unfiltered(
+    logits: Tensor, vocab_start: int, rows: SamplingRows, greedy: Tensor, index: Tensor, comm: Collectives
+) -> Tensor:
+    """Rows `index`: greedy ones and those with a temperature alone. [len(index)] tokens."""
+    value = torch.empty(len(index), dtype=torch.float64, device=logits.device)
+    token = torch.empty_like(index)
+    plain = greedy[index].nonzero().squeeze(1)
+    if len(plain):
+        best, column = row_max(logits[index[plain]])
+        value[plain], token[plain] = best.double(), column + vocab_start
+    noisy = (~greedy[index]).nonzero().squeeze(1)
+    if len(noisy):
+        row = index[noisy]
+        scaled = _scaled(logits, rows, row)
+        value[noisy], token[noisy] = race(scaled, vocab_start, rows.seed[row], rows.position[row])
+    return _best_of_ranks(value, token, comm)
+
+
+def _draw_filtered(
+    logits: Tensor, vocab_start: int, rows: SamplingRows, index: Tensor, comm: Collectives
+) -> Tensor:
+    """Rows `index`: every rank gets all survivors and draws for itself. [len(index)] tokens."""
+    scaled = _scaled(logits, rows, index)
+    kept = surviving(scaled, vocab_start, rows.cuts().select(index), comm)
+    row = index[kept.row]
+    noise = gumbel(random_bits_at(rows.seed[row], rows.position[row], kept.token))
+    best, tokens = best_per_row(kept.row, kept.value + noise, kept.token, len(index))
+    _require_candidates(best)
+    return tokens
+
+
+def _scaled(logits: Tensor, rows: SamplingRows, index: Tensor) -> Tensor:
+    part = logits if len(index) == logits.shape[0] else logits[index]
+    return part / rows.temperature[index].to(logits.dtype).unsqueeze(1)
+
+
+def _best_of_ranks(value: Tensor, token: Tensor, comm: Collectives) -> Tensor:
+    """[R] token of the greatest value over all ranks, ties to the lower id; value, token: [R]."""
+    if comm.size > 1:
+        # One message: the float64's bits beside the id.
+        pairs = comm.all_gather(torch.stack((value.view(torch.int64), token)))  # [W, 2, R]
+        values, tokens = pairs[:, 0].view(torch.float64), pairs[:, 1]
+        value = values.amax(dim=0)
+        token = tokens.masked_fill(values < value, torch.iinfo(torch.int64).max).amin(dim=0)
+    _require_candidates(value)
+    return token
+
+
+def _without_nan(logits: Tensor) -> Tensor:
+    # One reduction finds both NaN (which it returns) and +inf.
+    if float(logits.amax()) < torch.inf:
+        return logits
+    return logits.masked_fill(~(logits < torch.inf), -torch.inf)
+
+
+def _require_candidates(best: Tensor) -> None:
+    if float(best.amin()) == -torch.inf:
+        raise LatentrayError(
+            "a row of logits holds only NaN, +inf or -inf; a token needs at least one finite logit; "
+            "check the checkpoint's weights for NaN, and against overflow use --dtype float32"
+        )
