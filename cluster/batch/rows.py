@@ -1,0 +1,99 @@
+"""Rows of OpenAI batch files: one JSON object a line, in and out."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import outcome
+from cluster.frontend import ModelFrontend
+from cluster.openai.answers import answer_body, error_body
+from cluster.openai.bodies import ENDPOINTS, ChatBody, CompletionsBody, check_model, parse_body
+from cluster.outputs import RequestOutput
+from kernels_integration.errors import InvalidRequestError, LatentrayError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """A row that asks for one completion."""
+
+    custom_id: str
+    body: ChatBody | CompletionsBody
+
+
+class RowError(Exception):
+    """A row that cannot be answered; custom_id where the row had one."""
+
+    def __init__(self, cause: LatentrayError, *, custom_id: str | None) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.custom_id = custom_id
+
+
+def parse_row(line: str | bytes, frontend: ModelFrontend) -> BatchRow:
+    """Errors: RowError: what is wrong with the line, the row or its body."""
+    custom_id: str | None = None
+    try:
+        row = _json_object(line)
+        custom_id = _field(row, "custom_id", str)
+        method = row.get("method", "POST")
+        if method != "POST":
+            raise InvalidRequestError(f"method is {method!r}; it must be POST", field="method")
+        url = _field(row, "url", str)
+        if url not in ENDPOINTS:
+            raise InvalidRequestError(
+                f"url is {url!r}; it must be one of {', '.join(ENDPOINTS)}", field="url"
+            )
+        body = parse_body(url, _field(row, "body", dict))
+        check_model(body, frontend)
+    except LatentrayError as error:
+        raise RowError(error, custom_id=custom_id) from error
+    return BatchRow(custom_id=custom_id, body=body)
+
+
+def answered_row(row: BatchRow, output: RequestOutput, *, model: str) -> dict[str, Any]:
+    """The output row of a finished request."""
+    return {
+        "id": f"batch_req_{output.request_id}",
+        "custom_id": row.custom_id,
+        "response": {
+            "status_code": 200,
+            "request_id": output.request_id,
+            "body": answer_body(row.body, output, model=model),
+        },
+        "error": None,
+    }
+
+
+def failed_row(error: LatentrayError, *, custom_id: str | None, request_id: str) -> dict[str, Any]:
+    """The output row of a request that has no answer: response and error both say why."""
+    return {
+        "id": f"batch_req_{request_id}",
+        "custom_id": custom_id,
+        "response": {
+            "status_code": outcome(error).http_status,
+            "request_id": request_id,
+            "body": error_body(error),
+        },
+        "error": {"code": error.code, "message": str(error)},
+    }
+
+
+def _json_object(line: str | bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the line is not JSON: {error}", field="line") from error
+    if not isinstance(row, dict):
+        raise InvalidRequestError(
+            f"the line holds a {type(row).__name__}; it must hold one JSON object", field="line"
+        )
+    return row
+
+
+def _field(row: dict[str, Any], name: str, kind: type) -> Any:
+    word = "text" if kind is str else "an object"
+    if name not in row:
+        raise InvalidRequestError(f"{name} is missing; it must be {word}", field=name)
+    if not isinstance(row[name], kind) or not row[name]:
+        raise InvalidRequestError(f"{name} is {row[name]!r}; it must be {word}, not empty", field=name)
+    return row[name]
