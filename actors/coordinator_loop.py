@@ -74,7 +74,7 @@ class CoordinatorLoop:
         """Front end of each live request."""
         self._step_in_flight: int | None = None
         self._failure: LatentrayError | None = None
-        self._failed = threading.Event()
+        self._ended = threading.Event()
         self._was_healthy = False
         self._next_tick_s = clock()
         self._stopping = False
@@ -105,6 +105,7 @@ class CoordinatorLoop:
             self._shards.close()
             self._clients.close()
             self._wake_reader.close()
+            self._ended.set()
 
     def stop(self) -> None:
         self._command(self._take_stop)
@@ -114,8 +115,9 @@ class CoordinatorLoop:
         self._command(lambda: self._lose(rank, text))
 
     def wait_failed(self, timeout_s: float | None = None) -> str | None:
-        """Wait until the group has failed and say why; None after timeout_s."""
-        return str(self._failure) if self._failed.wait(timeout_s) else None
+        """Wait until the group has failed and say why; None when it was stopped, or after timeout_s."""
+        self._ended.wait(timeout_s)
+        return None if self._failure is None else str(self._failure)
 
     @property
     def num_ready_shards(self) -> int:
@@ -246,7 +248,7 @@ class CoordinatorLoop:
         self._failure = error
         self._end_requests(error)
         self._beat()
-        self._failed.set()
+        self._ended.set()
 
     def _end_requests(self, error: LatentrayError) -> None:
         by_owner: defaultdict[ClientId, list[RequestFailed]] = defaultdict(list)

@@ -3,32 +3,19 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from actors.config import GroupConfig
 from actors.messages import StepInput, StepOutput
-from actors.transport.collectives import CollectivesSpec, join_collectives
+from actors.shard_spec import ShardSpec
+from actors.transport.collectives import join_collectives
 from actors.transport.step_channel import ShardEnd
 from kernels_integration.collectives import Collectives
 from kernels_integration.errors import LatentrayError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardSpec:
-    """Everything a shard needs to start: plain data."""
-
-    config: GroupConfig
-    tp_rank: int
-    epoch: int
-    step_address: str
-    collectives: CollectivesSpec
-    node_ip: str
-    num_threads: int = 1
 
 
 class StepRunner(Protocol):

@@ -1,12 +1,11 @@
-"""How the shards of a group find each other: the choice is data, joining it gives Collectives."""
+"""How a shard joins the other ranks of its group."""
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch.distributed
 
+from actors.shard_spec import CollectivesSpec
 from actors.transport.network import interface_of
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.shared_memory import SharedMemoryCollectives
@@ -15,17 +14,6 @@ from kernels_integration.collectives.torch_distributed import TorchCollectives
 # A collective waits at least as long as one rank may lag behind inside a step; a dead peer is found
 # by heartbeats long before this.
 _GLOO_TIMEOUT = timedelta(seconds=120)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectivesSpec:
-    """How the shards of a group talk inside a step; chosen from their placement."""
-
-    kind: Literal["solo", "shared_memory", "gloo"]
-    name: str = ""
-    """shared_memory: the prefix of the segments' names, unique on the node."""
-    init_method: str = ""
-    """gloo: tcp://HOST:PORT of the rendezvous, which rank 0 hosts."""
 
 
 def join_collectives(

@@ -1,0 +1,42 @@
+"""What every actor process tells about itself."""
+
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from actors.transport.network import free_port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Where an actor runs."""
+
+    node_id: str
+    ip: str
+
+
+class ActorProcess:
+    """Base of the actors. Its methods answer while a long call runs: call them in the control group."""
+
+    def node(self) -> Node:
+        return Node(node_id=ray.get_runtime_context().get_node_id(), ip=ray.util.get_node_ip_address())
+
+    def free_port(self) -> int:
+        """A TCP port of this node's address that nobody listens on now."""
+        return free_port(ray.util.get_node_ip_address())
+
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def memory(self) -> int:
+        """Resident set size in bytes (where /proc is missing: its peak)."""
+        statm = Path("/proc/self/statm")
+        if statm.exists():
+            return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

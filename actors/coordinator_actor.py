@@ -1,0 +1,55 @@
+"""A coordinator under Ray's supervision: arguments, health, exit. The work is CoordinatorLoop's."""
+
+from pathlib import Path
+
+import ray
+from tokenizers import Tokenizer
+
+from actors.actor_process import ActorProcess
+from actors.config import GroupConfig
+from actors.coordinator.coordinator import Coordinator
+from actors.coordinator_loop import CoordinatorLoop
+from actors.model_location import to_local
+from actors.transport import request_channel, step_channel
+
+
+@ray.remote(concurrency_groups={"control": 2, "watch": 1}, max_restarts=0)
+class CoordinatorActor(ActorProcess):
+    """`open`, then one `run` for life; the control group answers meanwhile."""
+
+    def __init__(self) -> None:
+        self._loop: CoordinatorLoop | None = None
+
+    def open(self, config: GroupConfig, host: str, epoch: int) -> tuple[str, str]:
+        """Listen on free ports of `host`; the addresses for shards and for front ends."""
+        config = to_local(config)
+        tokenizer_file = Path(config.model_path) / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
+        shards = step_channel.CoordinatorEnd(config.tensor_parallel_size, bind=f"tcp://{host}:*", epoch=epoch)
+        clients = request_channel.CoordinatorEnd(bind=f"tcp://{host}:*")
+        self._loop = CoordinatorLoop(Coordinator(config, tokenizer=tokenizer), shards, clients)
+        return shards.address, clients.address
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        self._opened.run()
+
+    def stop(self) -> None:
+        """End live requests, let the shards go, end `run`."""
+        self._opened.stop()
+
+    def shard_lost(self, rank: int, text: str) -> None:
+        """The supervisor saw a shard's process end."""
+        self._opened.shard_lost(rank, text)
+
+    def num_ready_shards(self) -> int:
+        return self._opened.num_ready_shards
+
+    def wait_failed(self) -> str | None:
+        """Wait until the group has failed and say why; None when it was stopped. For the watch group."""
+        return self._opened.wait_failed()
+
+    @property
+    def _opened(self) -> CoordinatorLoop:
+        assert self._loop is not None, "open first"
+        return self._loop

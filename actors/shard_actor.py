@@ -1,0 +1,35 @@
+"""A shard under Ray's supervision: arguments and exit. The work is ShardLoop's."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import ray
+
+from actors.actor_process import ActorProcess
+from actors.model_location import to_local
+from actors.shard_spec import ShardSpec
+
+if TYPE_CHECKING:
+    from actors.shard_loop import ShardLoop
+
+
+@ray.remote(concurrency_groups={"control": 2}, max_restarts=0)
+class ShardActor(ActorProcess):
+    """`load`, then one `run` for life, both in Ray's default group, which is one thread."""
+
+    def __init__(self) -> None:
+        self._loop: ShardLoop | None = None
+
+    def load(self, spec: ShardSpec) -> None:
+        """Join the other ranks and load the model's slice. Errors: those of ShardLoop.load."""
+        # Not at the top: the driver imports this module and needs no torch.
+        from actors.shard.build import build_shard
+        from actors.shard_loop import ShardLoop
+
+        self._loop = ShardLoop(dataclasses.replace(spec, config=to_local(spec.config)), build_shard)
+        self._loop.load()
+
+    def run(self) -> None:
+        """Run steps until the coordinator ends the loop. Raises what ended it otherwise."""
+        assert self._loop is not None, "load before run"
+        self._loop.run()

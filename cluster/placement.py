@@ -1,0 +1,116 @@
+"""Where a group's actors go: one bundle per actor, as close together as the cluster allows."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from actors.actor_process import Node
+from actors.shard_spec import CollectivesSpec
+from kernels_integration.errors import ClusterTooSmallError
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What one actor needs."""
+
+    actor: str
+    num_cpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCapacity:
+    """CPUs of one node: free now, and in all."""
+
+    ip: str
+    free: float
+    total: float
+
+
+def bundles_of(num_shards: int) -> list[Bundle]:
+    """The coordinator's bundle, then one per shard."""
+    return [Bundle("the coordinator", 1), *(Bundle(f"shard {rank}", 1) for rank in range(num_shards))]
+
+
+def reserve(
+    bundles: Sequence[Bundle], *, timeout_s: float, progress: Callable[[str], None]
+) -> PlacementGroup:
+    """Reserve every bundle, or none.
+
+    Errors: ClusterTooSmallError after timeout_s, with the bundle that is missing and what each node has.
+    """
+    group = placement_group([{"CPU": bundle.num_cpus} for bundle in bundles], strategy="PACK")
+    start_s = time.monotonic()
+    try:
+        while not group.wait(timeout_seconds=1):
+            waited_s = time.monotonic() - start_s
+            shortage = describe_shortage(bundles, node_capacities())
+            if waited_s >= timeout_s:
+                raise ClusterTooSmallError(
+                    f"the Ray cluster could not place the group within {timeout_s:g} s: {shortage}; "
+                    "add nodes, free CPUs, or lower --tensor-parallel-size"
+                )
+            progress(f"waiting for room in the Ray cluster ({waited_s:.0f} s): {shortage}")
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def node_capacities() -> list[NodeCapacity]:
+    """The live nodes of the cluster that this driver is connected to."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [
+        NodeCapacity(
+            ip=node["NodeManagerAddress"],
+            free=free.get(node["NodeID"], {}).get("CPU", 0.0),
+            total=node["Resources"].get("CPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def describe_shortage(bundles: Sequence[Bundle], nodes: Sequence[NodeCapacity]) -> str:
+    """Which bundle finds no room when they are placed one after the other, and what each node has."""
+    left = {index: node.free for index, node in enumerate(nodes)}
+    have = ", ".join(f"node {node.ip} has {node.free:g} of {node.total:g} CPUs free" for node in nodes)
+    for number, bundle in enumerate(bundles):
+        index = next((i for i, free in left.items() if free >= bundle.num_cpus), None)
+        if index is None:
+            return (
+                f"{len(bundles)} bundles are needed, {number} fit, and the one of {bundle.actor} "
+                f"({bundle.num_cpus:g} CPU) fits on no node: {have}"
+            )
+        left[index] -= bundle.num_cpus
+    return f"all {len(bundles)} bundles should fit now: {have}"
+
+
+def rank_order(coordinator: Node, shards: Sequence[Node]) -> list[int]:
+    """Indices of shards in the order of their ranks: whole nodes after each other (DCP groups are
+    consecutive ranks), the coordinator's first (rank 0 reports to it)."""
+    return sorted(
+        range(len(shards)),
+        key=lambda i: (shards[i].node_id != coordinator.node_id, shards[i].node_id, i),
+    )
+
+
+def choose_collectives(shards: Sequence[Node], *, name: str, free_port: Callable[[], int]) -> CollectivesSpec:
+    """How the shards (by rank) talk: shared memory inside one node, gloo between nodes."""
+    if len(shards) == 1:
+        return CollectivesSpec(kind="solo")
+    if len({shard.node_id for shard in shards}) == 1:
+        return CollectivesSpec(kind="shared_memory", name=name)
+    return CollectivesSpec(kind="gloo", init_method=f"tcp://{shards[0].ip}:{free_port()}")
+
+
+def count_by_node(shards: Mapping[str, Node]) -> str:
+    """'10.0.0.1 (coordinator, shard 0), 10.0.0.2 (shard 1)', for people."""
+    by_ip: dict[str, list[str]] = {}
+    for name, node in shards.items():
+        by_ip.setdefault(node.ip, []).append(name)
+    return ", ".join(f"{ip} ({', '.join(names)})" for ip, names in by_ip.items())
