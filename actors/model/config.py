@@ -177,8 +177,10 @@ class ModelConfig:
 
     def _contradictions(self) -> "list[str]":
         found = []
-        if self.qk_rope_head_dim % 2:
-            found.append(f"qk_rope_head_dim {self.qk_rope_head_dim} must be even: RoPE turns pairs")
+        for name in ("qk_rope_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank", "index_head_dim"):
+            size = getattr(self, name)
+            if size % 2:
+                found.append(f"{name} {size} must be even: RoPE turns aligned pairs")
         if self.has_indexer and self.index_head_dim < self.qk_rope_head_dim:
             found.append(
                 f"index_head_dim {self.index_head_dim} must be at least "

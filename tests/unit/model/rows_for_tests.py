@@ -20,7 +20,7 @@ class Chunk:
 
 
 class SlotMap:
-    """Where the tokens of `num_requests` requests of at most `capacity` tokens live: shuffled slots per rank."""
+    """Where the tokens of requests of at most `capacity` tokens live: shuffled slots per rank."""
 
     def __init__(self, num_requests: int, capacity: int, dcp: DcpGroup) -> None:
         self.dcp = dcp

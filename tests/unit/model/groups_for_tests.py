@@ -1,0 +1,92 @@
+"""Groups of ranks as threads, each with its model part, cache and slots."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rows_for_tests import Chunk, SlotMap
+from torch import Tensor
+
+from actors.model.config import ModelConfig
+from actors.model.model import load_model
+from kernels_integration.collectives import Collectives, SoloCollectives
+from kernels_integration.collectives.in_process import InProcessCollectives
+from kernels_integration.dcp import DcpGroup
+from kernels_integration.kv_cache import KVCache
+from kernels_integration.planner import StepPlanner
+
+T = TypeVar("T")
+
+
+class Rank:
+    """One rank's model, cache and slots; requests are numbered, positions are theirs."""
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype = torch.float32,
+        *,
+        num_requests: int = 1,
+        capacity: int = 400,
+        tp: Collectives | None = None,
+        dcp: DcpGroup | None = None,
+        with_mtp: bool = False,
+    ) -> None:
+        self.config = ModelConfig.from_pretrained(path)
+        self.dcp = dcp or DcpGroup(1, SoloCollectives())
+        self.model = load_model(
+            self.config, path, dtype=dtype, tp=tp or SoloCollectives(), dcp=self.dcp, with_mtp=with_mtp
+        )
+        self.slots = SlotMap(num_requests, capacity, self.dcp)
+        num_layers = self.config.num_hidden_layers + (1 if with_mtp else 0)
+        self.cache = KVCache.allocate(
+            num_layers, self.slots.num_slots, self.config.latent_dim, self.config.index_head_dim, dtype
+        )
+        # A read of a slot that was never written must show.
+        for storage in (*self.cache.latents, *self.cache.keys):
+            storage.fill_(1e3)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> Tensor:
+        rows = self.slots.rows(chunks)
+        return self.model.forward(torch.tensor(list(token_ids)), rows, self.cache, self._planner())
+
+    @torch.inference_mode()
+    def mtp_forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int], prev_hidden: Tensor) -> Tensor:
+        rows = self.slots.rows(chunks, visible_from=1)
+        ids = torch.tensor(list(token_ids))
+        return self.model.mtp_forward(ids, prev_hidden, rows, self.cache, self._planner())
+
+    def logits(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> Tensor:
+        with torch.inference_mode():
+            return self.model.logits(self.forward(chunks, token_ids))
+
+    def _planner(self) -> StepPlanner:
+        return StepPlanner(2, self.dcp.size == 1)
+
+
+def run_ranks(tp: int, dcp: int, interleave: int, work: Callable[[Collectives, DcpGroup], T]) -> list[T]:
+    """work(tp, dcp) of every rank in a thread of its own; the results in rank order."""
+    members = InProcessCollectives.create(tp, timeout_s=30.0)
+    dcp_members = [m for _ in range(tp // dcp) for m in InProcessCollectives.create(dcp, timeout_s=30.0)]
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(members[rank], DcpGroup(interleave, dcp_members[rank]))
+        except BaseException as error:
+            failures.append(error)
+            members[rank].abort(str(error))
+            dcp_members[rank].abort(str(error))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(tp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [results[rank] for rank in range(tp)]

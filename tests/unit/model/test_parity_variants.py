@@ -1,0 +1,47 @@
+"""Random checkpoints of other shapes against transformers, float32, one rank."""
+
+import pytest
+import torch
+from groups_for_tests import Rank
+from random_checkpoint import write_random_checkpoint
+from rows_for_tests import Chunk
+from transformers_reference import MtpReference, Reference
+
+VARIANTS = {
+    "base": {},
+    "one group, all layers sparse": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    "two shared experts, plain weights": {"n_shared_experts": 2, "norm_topk_prob": False},
+    "all layers dense, tied": {"first_k_dense_replace": 3, "tie_word_embeddings": True},
+    "other eps": {"rms_norm_eps": 1e-4},
+    "nested rope": {"rope_theta": None, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_mtp_equal_transformers(tmp_path, variant):
+    path = write_random_checkpoint(tmp_path, VARIANTS[variant])
+    reference = Reference(path)
+    mtp_reference = MtpReference(reference)
+    # transformers gives q_a_layernorm and kv_a_layernorm eps 1e-6 whatever the config says; released code and
+    # vLLM follow the config, and so do we.
+    blocks = [*reference.model.model.layers, mtp_reference.block]
+    for block in blocks:
+        block.self_attn.q_a_layernorm.variance_epsilon = reference.config.rms_norm_eps
+        block.self_attn.kv_a_layernorm.variance_epsilon = reference.config.rms_norm_eps
+
+    ids = torch.randint(3, 101, (72,), generator=torch.Generator().manual_seed(5)).tolist()
+    n = len(ids) - 1
+    rank = Rank(path, with_mtp=True)
+    h = rank.forward([Chunk(0, 0, n)], ids[:n])
+    with torch.inference_mode():
+        logits = rank.model.logits(h)
+    theirs, num_decided = reference.logits(ids[:n])
+    assert num_decided >= 40
+    assert (logits - theirs)[:num_decided].abs().max() <= 1e-4
+
+    z = rank.mtp_forward([Chunk(0, 1, n)], ids[1:], h)
+    theirs_h, num_decided = reference.hidden(ids[:n])
+    theirs_z, num_mtp_decided = mtp_reference(ids[1:], theirs_h)
+    num_decided = min(num_decided, num_mtp_decided)
+    assert num_decided >= 40
+    assert (z - theirs_z)[:num_decided].abs().max() <= 1e-4
