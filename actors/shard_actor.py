@@ -20,6 +20,12 @@ class ShardActor(ActorProcess):
     def __init__(self) -> None:
         self._loop: ShardLoop | None = None
 
+    def can_share_memory(self) -> bool:
+        """Whether shards on this node may talk through shared memory."""
+        from kernels_integration.collectives.segment import is_supported
+
+        return is_supported()
+
     def load(self, spec: ShardSpec) -> None:
         """Join the other ranks and load the model's slice. Errors: those of ShardLoop.load."""
         # Not at the top: the driver imports this module and needs no torch.

@@ -4,7 +4,8 @@ import atexit
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -50,8 +51,8 @@ def launch_group(
     (CheckpointError, ConfigError). Nothing is left behind after an error.
     """
     bundles = placement.bundles_of(config.tensor_parallel_size)
-    progress("starting Ray" if address is None else f"joining the Ray cluster at {address}")
-    session = RaySession(address, num_cpus=len(bundles) + _SPARE_CPUS)
+    with _ticking(progress, "Ray to start" if address is None else f"the Ray cluster at {address}"):
+        session = RaySession(address, num_cpus=len(bundles) + _SPARE_CPUS)
     group = _Group(session)
     try:
         group.start(config, bundles, progress, num_threads, placement_timeout_s)
@@ -179,6 +180,7 @@ class _Group:
         collectives = placement.choose_collectives(
             [shard.node for shard in shards],
             name=f"latentray-{uuid.uuid4().hex[:8]}",
+            can_share_memory=lambda: ray.get(shards[0].ask("can_share_memory")),
             free_port=lambda: ray.get(shards[0].ask("free_port")),
         )
         self.collectives = collectives.kind
@@ -279,6 +281,25 @@ def _create(actor_class: Any, group: PlacementGroup, bundle: int, *, num_threads
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
     ).remote()
+
+
+@contextmanager
+def _ticking(progress: Callable[[str], None], what: str) -> Iterator[None]:
+    """Report progress once a second while a call that cannot report blocks this thread."""
+    done, start_s = threading.Event(), time.monotonic()
+
+    def tick() -> None:
+        while not done.wait(1):
+            progress(f"waiting for {what} ({time.monotonic() - start_s:.0f} s)")
+
+    progress(f"waiting for {what} (0 s)")
+    ticker = threading.Thread(target=tick, name="progress", daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
 
 
 def _wait(references: Sequence[Any], what: str, progress: Callable[[str], None]) -> list[Any]:

@@ -99,11 +99,20 @@ def rank_order(coordinator: Node, shards: Sequence[Node]) -> list[int]:
     )
 
 
-def choose_collectives(shards: Sequence[Node], *, name: str, free_port: Callable[[], int]) -> CollectivesSpec:
-    """How the shards (by rank) talk: shared memory inside one node, gloo between nodes."""
+def choose_collectives(
+    shards: Sequence[Node],
+    *,
+    name: str,
+    can_share_memory: Callable[[], bool],
+    free_port: Callable[[], int],
+) -> CollectivesSpec:
+    """How the shards (by rank) talk: shared memory inside one node, gloo between nodes.
+
+    Both callables ask the node of rank 0, and only if the answer matters.
+    """
     if len(shards) == 1:
         return CollectivesSpec(kind="solo")
-    if len({shard.node_id for shard in shards}) == 1:
+    if len({shard.node_id for shard in shards}) == 1 and can_share_memory():
         return CollectivesSpec(kind="shared_memory", name=name)
     return CollectivesSpec(kind="gloo", init_method=f"tcp://{shards[0].ip}:{free_port()}")
 

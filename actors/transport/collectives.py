@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed
 
@@ -9,7 +10,9 @@ from actors.shard_spec import CollectivesSpec
 from actors.transport.network import interface_of
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.shared_memory import SharedMemoryCollectives
-from kernels_integration.collectives.torch_distributed import TorchCollectives
+
+if TYPE_CHECKING:
+    from kernels_integration.collectives.torch_distributed import TorchCollectives
 
 # A collective waits at least as long as one rank may lag behind inside a step; a dead peer is found
 # by heartbeats long before this.
@@ -27,24 +30,28 @@ def join_collectives(
         solo = SoloCollectives()
         return solo, solo
     dcp_set, dcp_rank = divmod(rank, dcp_size)
+    solo = SoloCollectives()
     if spec.kind == "shared_memory":
-        tp: Collectives = SharedMemoryCollectives(f"{spec.name}-tp", rank, size)
-    else:
-        tp = TorchCollectives(_join_gloo(spec.init_method, rank, size, node_ip))
-    if dcp_size == size:
-        return tp, tp
-    if dcp_size == 1:
-        return tp, SoloCollectives()
-    if spec.kind == "shared_memory":
+        tp = SharedMemoryCollectives(f"{spec.name}-tp", rank, size)
+        if dcp_size in (1, size):
+            return tp, solo if dcp_size == 1 else tp
         return tp, SharedMemoryCollectives(f"{spec.name}-dcp{dcp_set}", dcp_rank, dcp_size)
-    subgroups = [  # every rank creates every subgroup, in the same order
-        torch.distributed.new_group(range(first, first + dcp_size), timeout=_GLOO_TIMEOUT, backend="gloo")
-        for first in range(0, size, dcp_size)
-    ]
-    return tp, TorchCollectives(subgroups[dcp_set])
+    _init_gloo(spec.init_method, rank, size, node_ip)
+    world = _gloo_set(range(size))
+    if dcp_size in (1, size):
+        return world, solo if dcp_size == 1 else world
+    # Every rank creates every set, in the same order.
+    sets = [_gloo_set(range(first, first + dcp_size)) for first in range(0, size, dcp_size)]
+    return world, sets[dcp_set]
 
 
-def _join_gloo(init_method: str, rank: int, size: int, node_ip: str) -> torch.distributed.ProcessGroup:
+def _gloo_set(ranks: range) -> "TorchCollectives":
+    from kernels_integration.collectives.torch_distributed import TorchCollectives
+
+    return TorchCollectives(torch.distributed.new_group(ranks, timeout=_GLOO_TIMEOUT, backend="gloo"))
+
+
+def _init_gloo(init_method: str, rank: int, size: int, node_ip: str) -> None:
     interface = interface_of(node_ip)
     if interface is not None:
         # gloo would else resolve the host's name, which is often 127.0.0.1
@@ -52,6 +59,3 @@ def _join_gloo(init_method: str, rank: int, size: int, node_ip: str) -> torch.di
     torch.distributed.init_process_group(
         "gloo", init_method=init_method, rank=rank, world_size=size, timeout=_GLOO_TIMEOUT
     )
-    world = torch.distributed.group.WORLD
-    assert world is not None, "initialised above"
-    return world
