@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_MAX_HELD = 3
-"""An unfinished UTF-8 sequence has at most three bytes: one U+FFFD with a byte-level decoder, one for each
-byte with byte fallback."""
 _KEEP = 6
 """Ids that stay in the window at least: a few more than one character can span."""
 _SHRINK_AT = 24
@@ -23,8 +20,8 @@ class IncrementalDetokenizer:
 
     Everything that `push` and `finish` return, joined, equals `tokenizer.decode(all ids)` for any cutting
     into pushes. Text is returned once no later token can change it: never half a UTF-8 sequence. Linear
-    time. (A byte-fallback decoder judges a run of byte tokens as a whole; such a run that starts well formed
-    and later breaks is the one case where the streamed text differs.)
+    time. (Not for byte-fallback decoders: they judge a run of byte tokens as a whole, so that a later byte
+    can break characters that stood. No served family has one.)
     """
 
     __slots__ = ("_emitted", "_ids", "_shrink_at", "_skip_special_tokens", "_tokenizer")
@@ -40,7 +37,7 @@ class IncrementalDetokenizer:
         """The text that these ids make certain; may be empty."""
         self._ids.extend(token_ids)
         text = self._decode(self._ids)
-        certain = len(text) - _num_held(text)
+        certain = len(text) - text.endswith(_REPLACEMENT)  # an unfinished UTF-8 sequence is one U+FFFD
         new = text[self._emitted : certain]
         self._emitted = max(self._emitted, certain)
         if len(self._ids) >= self._shrink_at:
@@ -84,11 +81,3 @@ class IncrementalDetokenizer:
             else set()
         )
         return [i for i in ids if i not in special and self._tokenizer.id_to_token(i) is not None]
-
-
-def _num_held(text: str) -> int:
-    """Trailing characters that a later token may still change."""
-    held = 0
-    while held < min(_MAX_HELD, len(text)) and text[-1 - held] == _REPLACEMENT:
-        held += 1
-    return held

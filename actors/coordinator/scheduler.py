@@ -82,8 +82,8 @@ class Scheduler:
         """The next step, or None if there is nothing to run.
 
         Running requests first, in order: a verify, or a chunk of a prompt (or of what a preempted request had
-        committed). Every one that decodes keeps a row for its anchor before drafts and chunks of earlier
-        ones take the rest. Then admissions, unless this step preempted: its victim would come straight back.
+        committed); all verifies come before, as rows are given in order. Drafts leave a row for every later
+        anchor. Then admissions, unless this step preempted: its victim would come straight back.
         """
         rows_left = self._max_rows
         anchors_left = sum(request.decoding for request in self.running)
@@ -97,11 +97,8 @@ class Scheduler:
                 if not self._make_room(request):
                     break
                 rows = self._verify(request, rows_left - anchors_left)
-            elif rows_left > anchors_left:
-                rows = self._chunk(request, rows_left - anchors_left, new_blocks=[])
             else:
-                index += 1
-                continue
+                rows = self._chunk(request, rows_left, new_blocks=[])
             scheduled.append(rows)
             rows_left -= rows.num_rows
             index += 1
@@ -115,8 +112,7 @@ class Scheduler:
                 scheduled.append(rows)
                 rows_left -= rows.num_rows
         if not scheduled:
-            # The only candidate for rows may have preempted itself while an earlier prompt waited behind it.
-            return self.schedule() if self.num_preemptions > num_preemptions else None
+            return None
         return Schedule(sorted(scheduled, key=_message_order), admitted)
 
     def _make_room(self, request: RequestState) -> bool:
