@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels_integration.rows import RowBatch
 
 
-def kv_bytes_per_token(num_layers: int, latent_dim: int, index_dim: int | None, dtype: torch.dtype) -> int:
+def bytes_per_token(num_layers: int, latent_dim: int, index_dim: int | None, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the cache of the rank that owns it."""
     return num_layers * (latent_dim + (index_dim or 0)) * dtype.itemsize
 

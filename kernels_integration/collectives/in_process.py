@@ -17,9 +17,9 @@ class InProcessCollectives:
     """One member of a set whose ranks are threads of this process.
 
     The last rank to arrive does the work for all, the others sleep: one wake-up per rank and operation.
-    Every rank gets a result of its own that it may overwrite. A member that fails must be closed or aborted
-    by its owner; that, a timeout and unequal calls break the set for good: every rank, waiting or not yet
-    arrived, gets CollectiveError.
+    Every rank gets a result of its own that it may overwrite. The owner of a rank that fails closes its
+    member, from any thread; that, a timeout and unequal calls break the set for good: every rank, waiting
+    or not yet arrived, gets CollectiveError.
     """
 
     def __init__(self, meeting: "_Meeting", rank: int) -> None:
@@ -45,10 +45,6 @@ class InProcessCollectives:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0) if self.size == 1 else self._meeting.exchange(self._rank, "all_gather", x)
-
-    def abort(self, reason: str) -> None:
-        """Fail every rank's present and later operations; any thread may call it."""
-        self._meeting.break_up(f"rank {self._rank} aborted: {reason}")
 
     def close(self) -> None:
         self._meeting.break_up(f"rank {self._rank} has closed its collectives")

@@ -1,8 +1,8 @@
 """A segment of memory that the ranks of one node share, with a flag per rank and signs of life.
 
-Layout: word 0 the magic number (written last), 1 size, 2 buffer bytes, 3 abort; then per rank a cache-line pair
-with its sequence number and two words that describe its last two calls; then from a page boundary two buffers
-per rank, all of one parity together.
+Layout: word 0 the magic number (written last), 1 size, 2 buffer bytes, 3 abort; then per rank a pair of cache
+lines with its sequence number and two words that describe its last two calls; then from a page boundary two
+buffers per rank, all of one parity together.
 """
 
 import errno
@@ -36,9 +36,9 @@ _NAP_S = 0.0002
 def is_supported() -> bool:
     """Whether ranks on this machine can share memory: Linux on x86-64.
 
-    A rank writes its data, then its flag, with plain stores, and reads its peers' flags, then their data, with
-    plain loads. x86-64 keeps both in that order. Other architectures, Arm among them, do not, and Python has
-    no fence to offer: use gloo there.
+    A rank writes its data, then its flag, with plain stores, and reads its peers' flags, then their data,
+    with plain loads. x86-64 keeps both in that order. Other architectures, Arm among them, do not, and
+    Python has no fence to offer: use gloo there.
     """
     return sys.platform == "linux" and platform.machine() == "x86_64" and _DIRECTORY.is_dir()
 

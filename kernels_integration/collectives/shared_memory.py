@@ -64,11 +64,13 @@ class SharedMemoryCollectives:
         return self._size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1)
+        x = x.contiguous()
+        flat = x.view(-1)
         step = self._buffer_bytes // flat.itemsize
-        for piece in (flat,) if flat.shape[0] <= step else flat.split(step):
+        for start in range(0, flat.shape[0], step):
+            piece = flat[start : start + step]
             sum_in_rank_order(self._exchange(piece, operation=0)[1], out=piece)
-        return flat.view(x.shape)
+        return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
@@ -76,8 +78,9 @@ class SharedMemoryCollectives:
         if flat.shape[0] <= step:
             return self._exchange(flat, operation=1)[0].clone().view(self._size, *x.shape)
         gathered = flat.new_empty(self._size, flat.shape[0])
-        for target, piece in zip(gathered.split(step, dim=1), flat.split(step), strict=True):
-            target.copy_(self._exchange(piece, operation=1)[0])
+        for start in range(0, flat.shape[0], step):
+            piece = flat[start : start + step]
+            gathered[:, start : start + step] = self._exchange(piece, operation=1)[0]
         return gathered.view(self._size, *x.shape)
 
     def abort(self) -> None:

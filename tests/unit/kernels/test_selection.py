@@ -163,7 +163,7 @@ class World:
                 results[member.rank] = work(DcpGroup(self.interleave, member))
             except BaseException as error:
                 results[member.rank] = error
-                member.abort(repr(error))
+                member.close()
 
         threads = [threading.Thread(target=run, args=(member,)) for member in members]
         for thread in threads:
