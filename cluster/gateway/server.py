@@ -57,7 +57,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listen. Errors: ConfigError when the port is taken or the host is not this machine's."""
-        _require_free(self._host, self.port)
+        require_free(self._host, self.port)
         server = aio.server(options=server_options(self._max_message_bytes))
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -94,8 +94,11 @@ class GatewayServer:
         self._stopped.set()
 
 
-def _require_free(host: str, port: int) -> None:
-    """Bind every address of the host once: gRPC is content with one of them, and says less when it fails."""
+def require_free(host: str, port: int) -> None:
+    """Errors: ConfigError when the port is taken or the host is not of this machine.
+
+    Binds every address of the host once: gRPC is content with one of them, and says less when it fails.
+    """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

@@ -1,0 +1,71 @@
+"""Real grpc.aio servers on free loopback ports."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from actors.config import GroupConfig
+from cluster.frontend import ModelFrontend
+from cluster.gateway import GatewayServer
+
+CHECKPOINT = Path(__file__).parents[2] / "cluster" / "assets" / "tiny-dsa"
+Serve = Callable[..., Awaitable[GatewayServer]]
+
+
+@pytest.fixture(scope="session")
+def config() -> GroupConfig:
+    return GroupConfig(
+        model_path=str(CHECKPOINT),
+        served_model_name="tiny",
+        num_speculative_tokens=3,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        block_size=16,
+        num_kv_blocks=64,
+        dtype="float32",
+        kv_cache_dtype="float32",
+    )
+
+
+@pytest.fixture(scope="session")
+def frontend(config: GroupConfig) -> ModelFrontend:
+    return ModelFrontend.from_pretrained(
+        CHECKPOINT, served_model_name="tiny", max_model_len=config.max_model_len, seed=0
+    )
+
+
+@pytest.fixture
+async def serve(config: GroupConfig, frontend: ModelFrontend) -> AsyncIterator[Serve]:
+    """serve(group, **options) -> a started server, stopped at the test's end."""
+    servers: list[GatewayServer] = []
+
+    async def start(group: Any, **options: Any) -> GatewayServer:
+        options = {"port": 0, "config": config, "frontend": frontend} | options
+        server = GatewayServer(group=group, **options)
+        servers.append(server)
+        await server.start()
+        return server
+
+    yield start
+    for server in servers:
+        await server.stop(drain_s=0)
+
+
+@pytest.fixture
+async def stub_of() -> AsyncIterator[Callable[[GatewayServer], Any]]:
+    """stub_of(server) -> the generated stub of the service, as any client would use it."""
+    channels: list[grpc.aio.Channel] = []
+
+    def connect(server: GatewayServer, **options: int) -> Any:
+        channel = grpc.aio.insecure_channel(server.address, options=list(options.items()))
+        channels.append(channel)
+        return vllm_engine_pb2_grpc.VllmEngineStub(channel)
+
+    yield connect
+    for channel in channels:
+        await channel.close()

@@ -1,0 +1,66 @@
+"""HoldBack against its definition, computed anew from the whole text after every token."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from actors.detokenizer import IncrementalDetokenizer
+from cluster.gateway.hold_back import HoldBack
+from tests.support.groups import load_tokenizer
+
+TOKENIZER: Tokenizer = load_tokenizer()
+LETTERS = [TOKENIZER.token_to_id(c) for c in "abc"]
+TEXT = "ab é漢 abcab \U0001f642"
+IDS = sorted({*LETTERS, *TOKENIZER.encode(TEXT, add_special_tokens=False).ids})
+
+
+def num_safe(ids: list[int], stop: list[str]) -> int:
+    """Tokens whose text ends before any suffix that begins a stop string."""
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    ends, text = [], ""
+    for token_id in ids:
+        text += detokenizer.push([token_id])
+        ends.append(len(text))
+    undecided = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    return sum(end <= len(text) - undecided for end in ends)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=12),
+    cuts=st.lists(st.integers(1, 3), min_size=12, max_size=12),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+@example(ids=[LETTERS[0]] * 5 + [LETTERS[1]], cuts=[1] * 12, stop=["aab"])
+@example(ids=LETTERS * 2, cuts=[1] * 12, stop=["abca", "c"])
+def test_exactly_the_undecided_tokens_are_held(ids, cuts, stop):
+    hold_back = HoldBack(TOKENIZER, stop, skip_special_tokens=True)
+    sent = expected = start = 0
+    for cut in cuts:
+        part = ids[start : start + cut]
+        start += len(part)
+        sent += hold_back.push(part)
+        expected = max(expected, num_safe(ids[:start], stop))  # what was sent stays sent
+        assert sent == expected
+
+
+@pytest.mark.parametrize("stop", ["é!", "漢"])
+def test_half_a_character_may_begin_a_stop_string(stop):
+    ids = [TOKENIZER.token_to_id("a")]
+    bytes_of_it = TOKENIZER.encode(stop[0], add_special_tokens=False).ids
+    hold_back = HoldBack(TOKENIZER, [stop], skip_special_tokens=True)
+    assert hold_back.push(ids) == 1
+    if len(bytes_of_it) > 1:
+        assert hold_back.push(bytes_of_it[:-1]) == 0
+    assert HoldBack(TOKENIZER, ["x"], skip_special_tokens=True).push(bytes_of_it[:1]) == 1
+
+
+def test_special_tokens_do_not_delay_an_ascii_stop():
+    hold_back = HoldBack(TOKENIZER, ["abc"], skip_special_tokens=True)
+    assert [hold_back.push([token]) for token in (3, 4, LETTERS[0], 5, LETTERS[0], LETTERS[2])] == [
+        *(1, 1),  # no text, nothing begins
+        *(0, 0),  # "a" may begin the stop; what follows waits behind it
+        2,  # the second "a" takes its place
+        2,
+    ]

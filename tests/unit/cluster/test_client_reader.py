@@ -1,0 +1,111 @@
+"""Messages of a Generate call to text, against the tokenizer's own decoding."""
+
+from pathlib import Path
+
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+import cluster
+from actors.requests import TokenLogprob
+from actors.sampling_params import SamplingParams
+from cluster.client.reader import AnswerReader
+from cluster.client.tokenizer import from_chunks
+from cluster.gateway.tokenizer_bundle import CHUNK_BYTES, TokenizerBundle
+from cluster.tokenizer import Tokenizer
+from kernels_integration.errors import CheckpointError, LatentrayError
+
+TINY_DSA = Path(cluster.__file__).parent / "assets" / "tiny-dsa"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(TINY_DSA)
+
+
+def chunk(*token_ids: int) -> pb.GenerateResponse:
+    return pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=token_ids))
+
+
+def complete(*token_ids: int, **fields: object) -> pb.GenerateResponse:
+    fields = {"finish_reason": "length", "output_ids": token_ids} | fields
+    return pb.GenerateResponse(complete=pb.GenerateComplete(**fields))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_pieces_join_to_the_text_and_tokens(tokenizer, size):
+    ids = tokenizer.encode("naïve café - 漢字 and 🙂 too", add_special_tokens=False)
+    reader = AnswerReader(SamplingParams(), tokenizer.backend, (1,))
+    cut = [ids[i : i + size] for i in range(0, len(ids), size)]
+    pieces = [reader.piece(chunk(*part)) for part in cut]
+    pieces.append(reader.piece(complete(*ids, completion_tokens=len(ids))))
+    assert "".join(p.text for p in pieces) == tokenizer.decode(ids)
+    assert [t for p in pieces for t in p.token_ids] == ids
+    assert [p.finish_reason for p in pieces] == [None] * len(cut) + ["length"]
+    assert pieces[-1].usage.completion_tokens == len(ids)
+
+
+def test_the_text_ends_before_the_stop_string(tokenizer):
+    ids = tokenizer.encode("one two three", add_special_tokens=False)
+    params = SamplingParams(stop=("two",))
+    streamed = AnswerReader(params, tokenizer.backend, ())
+    end = complete(*ids, finish_reason="stop", matched_stop_str="two")
+    texts = [streamed.piece(chunk(i)).text for i in ids] + [streamed.piece(end).text]
+    whole = AnswerReader(params, tokenizer.backend, ()).completion("r", end, 7)
+    assert "".join(texts) == whole.text == "one "
+    assert (whole.matched_stop, whole.seed, whole.token_ids) == ("two", 7, tuple(ids))
+
+
+def test_a_token_that_ends_the_stream_is_counted_but_no_text(tokenizer):
+    ids = tokenizer.encode("yes no", add_special_tokens=False)
+    for params, last in (
+        (SamplingParams(skip_special_tokens=False), 1),
+        (SamplingParams(stop_token_ids=(ids[0],), ignore_eos=True), ids[0]),
+    ):
+        reader = AnswerReader(params, tokenizer.backend, (1,))
+        body = ids[1:]
+        pieces = [reader.piece(chunk(*body, last)), reader.piece(complete(*body, last, finish_reason="stop"))]
+        assert "".join(p.text for p in pieces) == tokenizer.decode(body)
+        assert pieces[0].token_ids == (*body, last)
+
+
+def test_without_a_tokenizer_there_are_ids_only():
+    reader = AnswerReader(SamplingParams(), None, ())
+    assert reader.piece(chunk(5, 6)).text == ""
+    assert reader.completion("r", complete(5, 6), None).token_ids == (5, 6)
+
+
+def test_logprobs():
+    message = pb.OutputLogProbs(token_ids=[5, 6], token_logprobs=[-1, -2])
+    reader = AnswerReader(SamplingParams(logprobs=0), None, ())
+    bare = reader.piece(
+        pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[5, 6], output_logprobs=message))
+    )
+    assert bare.logprobs == (TokenLogprob(token_id=5, logprob=-1), TokenLogprob(token_id=6, logprob=-2))
+    for token in (5, 6):
+        message.top_logprobs.append(pb.TopLogProbs(token_ids=[token, 9], values=[-1, -3]))
+    full = reader.completion("r", complete(5, 6, output_logprobs=message), None)
+    assert [entry.top for entry in full.logprobs] == [((5, -1), (9, -3)), ((6, -1), (9, -3))]
+
+
+def test_a_finish_reason_that_hides_a_failure_is_an_error():
+    reader = AnswerReader(SamplingParams(), None, ())
+    with pytest.raises(LatentrayError, match="abort"):
+        reader.piece(complete(finish_reason="abort"))
+
+
+def test_the_tokenizer_comes_whole_or_not_at_all(tokenizer):
+    chunks = list(TokenizerBundle(TINY_DSA).chunks())
+    assert all(len(c.data) == CHUNK_BYTES for c in chunks[:-1])
+    fetched = from_chunks(chunks)
+    text = "What is the capital of France?"
+    assert fetched.encode(text) == tokenizer.encode(text)
+    assert fetched.chat_templates == tokenizer.chat_templates
+    for broken in (chunks[1:], chunks[:-1], []):
+        with pytest.raises(LatentrayError, match="sha256"):
+            from_chunks(broken)
+
+
+def test_a_checkpoint_without_a_tokenizer_cannot_be_bundled(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"lacks tokenizer\.json, tokenizer_config\.json"):
+        TokenizerBundle(tmp_path)
