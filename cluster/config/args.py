@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "assets" / "tiny-dsa"
 MAX_SPECULATIVE_TOKENS = 8
-_UINT64 = 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +30,8 @@ class Setting:
     short: str | None = None
     """Second spelling of the flag, such as -tp."""
     metavar: str = "N"
-    unset: str | None = None
-    """What stands for the default where that is None."""
+    shown_default: str | None = None
+    """Words for the default, where its value says little."""
 
 
 def _whole_number(value: Any) -> Any:
@@ -42,8 +41,11 @@ def _whole_number(value: Any) -> Any:
     return value
 
 
-WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
-Count = Annotated[WholeNumber, Field(ge=1)]
+# Bounds stand inside, so that the JSON schema shows them.
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole_number)]
+NumDrafts = Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS), BeforeValidator(_whole_number)]
+Seed = Annotated[int, Field(ge=0, lt=2**64), BeforeValidator(_whole_number)]
+Port = Annotated[int, Field(ge=0, le=65535), BeforeValidator(_whole_number)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 _AT_LEAST_ONE = "a whole number >= 1"
 _DTYPES = "auto, float32, float64 or bfloat16"
@@ -60,7 +62,7 @@ class SpeculativeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["mtp"] = "mtp"
-    num_speculative_tokens: Annotated[WholeNumber, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)]
+    num_speculative_tokens: NumDrafts
 
 
 class EngineArgs(BaseModel):
@@ -78,26 +80,35 @@ class EngineArgs(BaseModel):
             min_length=1,
             description="Directory of the checkpoint: config.json, tokenizer.json, *.safetensors.",
         ),
-        Setting(rule="the directory of a checkpoint", group="Model", metavar="PATH"),
+        Setting(
+            rule="the directory of a checkpoint",
+            group="Model",
+            metavar="PATH",
+            shown_default=f"the bundled {BUNDLED_CHECKPOINT.name}",
+        ),
     ] = str(BUNDLED_CHECKPOINT)
     served_model_name: Annotated[
         str | None,
         Field(min_length=1, description="Name that clients ask for."),
-        Setting(rule="a name", group="Model", metavar="NAME", unset="the value of --model"),
+        Setting(rule="a name", group="Model", metavar="NAME", shown_default="the value of --model"),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "float64", "bfloat16"],
         Field(description="Computation. auto is float32 on a CPU."),
-        Setting(rule=_DTYPES, group="Model", metavar="NAME"),
+        Setting(rule=_DTYPES, group="Model", metavar="{auto,float32,float64,bfloat16}"),
     ] = "auto"
     max_model_len: Annotated[
         Count | None,
         Field(description="Tokens of prompt and completion together, at most."),
-        Setting(rule=_AT_LEAST_ONE, group="Model", unset="the checkpoint's, as far as the KV cache holds it"),
+        Setting(
+            rule=_AT_LEAST_ONE,
+            group="Model",
+            shown_default="the checkpoint's, as far as the KV cache holds it",
+        ),
     ] = None
     seed: Annotated[
-        WholeNumber,
-        Field(ge=0, lt=_UINT64, description="Requests without a seed of their own draw theirs from it."),
+        Seed,
+        Field(description="Requests without a seed of their own draw theirs from it."),
         Setting(rule="a whole number from 0 to 2**64 - 1", group="Model"),
     ] = 0
 
@@ -126,20 +137,16 @@ class EngineArgs(BaseModel):
             group="Speculation",
             short="-sc",
             metavar="JSON",
-            unset="--num-speculative-tokens",
+            shown_default="--num-speculative-tokens",
         ),
     ] = None
     num_speculative_tokens: Annotated[
-        WholeNumber | None,
-        Field(
-            ge=0,
-            le=MAX_SPECULATIVE_TOKENS,
-            description="Tokens that the MTP layer drafts per step; 0 switches it off.",
-        ),
+        NumDrafts | None,
+        Field(description="Tokens that the MTP layer drafts per step; 0 switches it off."),
         Setting(
             rule=f"a whole number from 0 to {MAX_SPECULATIVE_TOKENS}",
             group="Speculation",
-            unset="3, or 0 without MTP weights",
+            shown_default="3, or 0 without MTP weights",
         ),
     ] = None
 
@@ -162,7 +169,7 @@ class EngineArgs(BaseModel):
     num_kv_blocks: Annotated[
         Count | None,
         Field(description="Blocks of the KV cache on each shard, instead of a memory budget."),
-        Setting(rule=_AT_LEAST_ONE, group="KV cache", unset="what --kv-cache-memory-bytes holds"),
+        Setting(rule=_AT_LEAST_ONE, group="KV cache", shown_default="what --kv-cache-memory-bytes holds"),
     ] = None
     kv_cache_memory_bytes: Annotated[
         Size | None,
@@ -171,18 +178,18 @@ class EngineArgs(BaseModel):
             rule="a size of at least one byte, such as 512M or 2G",
             group="KV cache",
             metavar="SIZE",
-            unset="512M",
+            shown_default="512M",
         ),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float64", "bfloat16"],
         Field(description="Storage of the KV cache. auto is --dtype."),
-        Setting(rule=_DTYPES, group="KV cache", metavar="NAME"),
+        Setting(rule=_DTYPES, group="KV cache", metavar="{auto,float32,float64,bfloat16}"),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "torch"],
         Field(description="Kernels of the attention."),
-        Setting(rule="auto or torch", group="KV cache", metavar="NAME"),
+        Setting(rule="auto or torch", group="KV cache", metavar="{auto,torch}"),
     ] = "auto"
 
     address: Annotated[
@@ -192,7 +199,7 @@ class EngineArgs(BaseModel):
             rule="the address of a Ray cluster, such as auto or HOST:PORT",
             group="Ray",
             metavar="RAY",
-            unset="RAY_ADDRESS, else a local one is started and stopped",
+            shown_default="RAY_ADDRESS, else a local one is started and stopped",
         ),
     ] = None
 
@@ -223,7 +230,12 @@ class ServeArgs(EngineArgs):
         Setting(rule="an address of this machine", group="Server", metavar="HOST"),
     ] = "127.0.0.1"
     port: Annotated[
-        WholeNumber,
-        Field(ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one."),
+        Port,
+        Field(description="Port of the gRPC server; 0 takes a free one."),
         Setting(rule="a whole number from 0 to 65535", group="Server", metavar="PORT"),
     ] = 50051
+    max_message_size: Annotated[
+        Size,
+        Field(description="Bytes of one gRPC message, at most, in both directions."),
+        Setting(rule="a size of at least one byte, such as 16M", group="Server", metavar="SIZE"),
+    ] = 16 * 2**20

@@ -18,14 +18,15 @@ OTHER_VARIABLES = frozenset({"LATENTRAY_CONFIG", "LATENTRAY_SERVER"})
 """Variables that are no setting of the engine: the config file, and the server that clients ask."""
 
 Args = TypeVar("Args", bound=EngineArgs)
+Args_co = TypeVar("Args_co", bound=EngineArgs, covariant=True)
 Spelling = Literal["flag", "keyword"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Generic[Args]):
+class Settings(Generic[Args_co]):
     """Validated settings, and for each field the words for where its value came from."""
 
-    args: Args
+    args: Args_co
     origins: Mapping[str, str]
 
 

@@ -37,7 +37,7 @@ class Engine(Protocol):
 def start_engine(
     config: GroupConfig,
     *,
-    executor: Executor,
+    executor: str,
     tokenizer: tokenizers.Tokenizer,
     address: str | None = None,
     progress: Progress | None = None,

@@ -1,0 +1,5 @@
+"""The command `latentray`."""
+
+from cluster.cli.main import main
+
+__all__ = ["main"]

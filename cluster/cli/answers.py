@@ -1,0 +1,107 @@
+"""Answers for `latentray generate`, from an engine of this process or from a server."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from actors.requests import FinishReason, Request, RequestFailed
+from actors.sampling_params import SamplingParams
+from cluster.engines import Engine
+from cluster.errors import from_code
+from cluster.frontend import ModelFrontend
+from cluster.outputs import OutputBuilder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A finished answer, as --json prints it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    seed: int | None
+    num_prompt_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+Show = Callable[[int, str, Answer | None], None]
+"""Called with the prompt's index, more of its text, and with the last text the whole answer."""
+
+
+def ask_engine(engine: Engine, requests: Sequence[Request], frontend: ModelFrontend, show: Show) -> None:
+    """All requests at once. Errors: what ends a request without an answer."""
+    builders = {request.request_id: OutputBuilder(request, frontend) for request in requests}
+    indices = {request.request_id: index for index, request in enumerate(requests)}
+    for request in requests:
+        engine.submit(request)
+    num_live = len(requests)
+    while num_live:
+        for update in engine.updates():
+            if isinstance(update, RequestFailed):
+                raise from_code(update.code, update.message)
+            builder = builders[update.request_id]
+            piece = builder.push(update)
+            num_live -= builder.finished
+            show(indices[update.request_id], piece, _answer(builder) if builder.finished else None)
+
+
+def _answer(builder: OutputBuilder) -> Answer:
+    output = builder.output()
+    completion = output.outputs[0]
+    return Answer(
+        text=completion.text,
+        token_ids=completion.token_ids,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        seed=output.seed,
+        num_prompt_tokens=len(output.prompt_token_ids),
+        num_draft_tokens=output.num_draft_tokens,
+        num_accepted_tokens=output.num_accepted_tokens,
+    )
+
+
+def frontend_of_server(target: str) -> ModelFrontend:
+    """A front end like the server's own, from what it tells. Errors: UnavailableError."""
+    from cluster.client import Client
+
+    with Client(target) as client:
+        info = client.model_info()
+        return ModelFrontend(
+            tokenizer=client.tokenizer(),
+            served_model_name=info.served_model_name,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            default_sampling_params=info.default_sampling_params,
+        )
+
+
+def ask_server(
+    target: str, prompts: Sequence[str | Sequence[int]], params: SamplingParams, show: Show
+) -> None:
+    """One prompt after the other. Errors: what the server answers with."""
+    from cluster.client import Client
+
+    with Client(target) as client:
+        for index, prompt in enumerate(prompts):
+            pieces: list[str] = []
+            token_ids: list[int] = []
+            for piece in client.generate(prompt, params):
+                pieces.append(piece.text)
+                token_ids.extend(piece.token_ids)
+                if piece.finish_reason is None:
+                    show(index, piece.text, None)
+                    continue
+                usage = piece.usage
+                answer = Answer(
+                    text="".join(pieces),
+                    token_ids=token_ids,
+                    finish_reason=piece.finish_reason,
+                    stop_reason=piece.matched_stop,
+                    seed=params.seed,
+                    num_prompt_tokens=usage.prompt_tokens if usage else 0,
+                    num_draft_tokens=usage.draft_tokens if usage else 0,
+                    num_accepted_tokens=usage.accepted_tokens if usage else 0,
+                )
+                show(index, piece.text, answer)

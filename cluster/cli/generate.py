@@ -1,0 +1,180 @@
+"""`latentray generate`: prompts from the command line or stdin, text as it comes."""
+
+import dataclasses
+import json
+import sys
+from contextlib import closing
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from actors.sampling_params import SamplingParams
+from cluster.cli.answers import Answer, Show, ask_engine, ask_server, frontend_of_server
+from cluster.cli.engine_flags import with_settings
+from cluster.cli.progress_line import ProgressLine
+from cluster.config import EngineArgs, Settings
+from cluster.config.sources import flag_name
+from cluster.frontend import ModelFrontend
+from kernels_integration.errors import ConfigError
+
+DEFAULT_MAX_TOKENS = 256
+_SAMPLING = "Sampling (default: what the checkpoint recommends)"
+
+
+@with_settings(EngineArgs)
+def generate(
+    settings: Settings[EngineArgs],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="Prompts; none or - reads one from stdin."),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's message.")] = False,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", rich_help_panel=_SAMPLING)
+    ] = DEFAULT_MAX_TOKENS,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLING),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", metavar="N", rich_help_panel=_SAMPLING)] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", metavar="P", rich_help_panel=_SAMPLING)] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", metavar="P", rich_help_panel=_SAMPLING)] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop",
+            metavar="TEXT",
+            help="End the text before TEXT; may be repeated.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.", rich_help_panel=_SAMPLING)
+    ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            metavar="HOST:PORT",
+            envvar="LATENTRAY_SERVER",
+            help="Ask a running server instead of starting an engine.",
+        ),
+    ] = None,
+    executor: Annotated[
+        str, typer.Option("--executor", metavar="NAME", help="inline: in this process, or ray.")
+    ] = "inline",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each prompt.")] = False,
+) -> None:
+    """Generate text for prompts, and print it as it comes.
+
+    --seed makes the answers repeatable: without a server, and with one.
+    """
+    texts = _read_prompts(prompts or [])
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop}
+    if settings.origins["seed"] != "default":
+        given["seed"] = settings.args.seed
+    changes = {name: value for name, value in given.items() if value is not None} | {"ignore_eos": ignore_eos}
+    show = _show_json if as_json else _Printer(show_prompts=len(texts) > 1)
+    if server is not None:
+        _refuse_engine_flags(settings)
+        frontend = frontend_of_server(server)
+        ask_server(server, _contents(texts, frontend, chat), _params(frontend, max_tokens, changes), show)
+        return
+    _generate_here(settings, executor, texts, chat, max_tokens, changes, show)
+
+
+def _generate_here(
+    settings: Settings[EngineArgs],
+    executor: str,
+    texts: list[str],
+    chat: bool,
+    max_tokens: int,
+    changes: dict[str, Any],
+    show: Show,
+) -> None:
+    from cluster.engines import start_engine
+
+    config = settings.args.resolve()
+    frontend = ModelFrontend.from_pretrained(
+        config.model_path,
+        served_model_name=config.served_model_name,
+        max_model_len=config.max_model_len,
+        seed=config.seed,
+    )
+    params = _params(frontend, max_tokens, changes)
+    requests = [
+        frontend.build_request(str(i), content, params)
+        for i, content in enumerate(_contents(texts, frontend, chat))
+    ]
+    with closing(ProgressLine()) as progress:
+        progress("loading the model")
+        engine = start_engine(
+            config,
+            executor=executor,
+            tokenizer=frontend.tokenizer.backend,
+            address=settings.args.address,
+            progress=progress,
+        )
+    with closing(engine):
+        ask_engine(engine, requests, frontend, show)
+
+
+def _read_prompts(prompts: list[str]) -> list[str]:
+    if prompts and prompts != ["-"]:
+        return prompts
+    if not prompts and sys.stdin.isatty():
+        raise ConfigError("no prompt; pass one as an argument, or write it to stdin (`echo Hello | ...`)")
+    return [sys.stdin.read()]
+
+
+def _contents(texts: list[str], frontend: ModelFrontend, chat: bool) -> list[str | list[int]]:
+    if not chat:
+        return list(texts)
+    return [frontend.render_chat([{"role": "user", "content": text}]) for text in texts]
+
+
+def _params(frontend: ModelFrontend, max_tokens: int, changes: dict[str, Any]) -> SamplingParams:
+    defaults = frontend.sampling_defaults()
+    return msgspec.structs.replace(defaults, max_tokens=max_tokens, **changes)
+
+
+def _refuse_engine_flags(settings: Settings[EngineArgs]) -> None:
+    names = [
+        flag_name(field)
+        for field, origin in settings.origins.items()
+        if origin.startswith("flag") and field != "seed"
+    ]
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)} would configure an engine, but --server asks one that runs already; "
+            "leave out one or the other"
+        )
+
+
+def _show_json(index: int, piece: str, answer: Answer | None) -> None:
+    if answer is not None:
+        typer.echo(json.dumps({"index": index} | dataclasses.asdict(answer), ensure_ascii=False))
+
+
+class _Printer:
+    """Prints the answers in order: the first one as it comes, the others as soon as it is their turn."""
+
+    def __init__(self, *, show_prompts: bool) -> None:
+        self._show_prompts = show_prompts
+        self._turn = 0
+        self._waiting: dict[int, list[str]] = {}
+        self._finished: dict[int, Answer] = {}
+
+    def __call__(self, index: int, piece: str, answer: Answer | None) -> None:
+        self._waiting.setdefault(index, []).append(piece)
+        if answer is not None:
+            self._finished[index] = answer
+        while pieces := self._waiting.pop(self._turn, None):
+            sys.stdout.write("".join(pieces))
+            sys.stdout.flush()
+            if self._turn not in self._finished:
+                break
+            sys.stdout.write("\n\n" if self._show_prompts else "\n")
+            sys.stdout.flush()
+            self._turn += 1

@@ -1,0 +1,65 @@
+"""The commands, and what becomes of their errors.
+
+A user's mistake gives a message on stderr and an exit code, never a traceback.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from cluster import __version__
+from cluster.cli import batch, config, doctor, generate, serve, status
+from cluster.errors import EXIT_INTERNAL, outcome
+from kernels_integration.errors import LatentrayError
+
+app = typer.Typer(
+    name="latentray",
+    help="Serve MLA models with sparse attention and multi-token prediction on a Ray cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("serve")(serve.serve)
+app.command("generate")(generate.generate)
+app.command("batch")(batch.batch)
+app.command("status")(status.status)
+app.command("doctor")(doctor.doctor)
+app.add_typer(config.app, name="config")
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command("version")
+def _version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit.
+
+    Codes: 0 ok, 2 usage, 3 partly failed, 4 unavailable, 5 internal, 130 interrupted.
+    """
+    try:
+        app(args=argv, prog_name="latentray")
+    except LatentrayError as error:
+        print(f"latentray: {error}", file=sys.stderr)
+        sys.exit(outcome(error).exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        print("latentray: internal error; please report it with the lines above", file=sys.stderr)
+        sys.exit(EXIT_INTERNAL)

@@ -1,0 +1,40 @@
+"""What is waited for, on stderr: one line that is rewritten at a terminal, a few lines in a log."""
+
+import re
+import sys
+import time
+from typing import TextIO
+
+_SECONDS = re.compile(r" \(\d+ s\)$")
+_REPEAT_S = 10.0
+"""In a log, a message whose seconds alone have changed is repeated this often."""
+
+
+class ProgressLine:
+    """Call it with a message; `close` it before anything else is printed."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._start_s = self._shown_s = time.monotonic()
+        self._shown = ""
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def __call__(self, message: str) -> None:
+        if self._is_terminal:
+            self._stream.write(f"\r\x1b[K[{self.elapsed_s:5.1f} s] {message}")
+            self._stream.flush()
+            return
+        text, now_s = _SECONDS.sub("", message), time.monotonic()
+        if text != self._shown or now_s - self._shown_s >= _REPEAT_S:
+            self._stream.write(f"[{self.elapsed_s:5.1f} s] {message}\n")
+            self._stream.flush()
+            self._shown, self._shown_s = text, now_s
+
+    def close(self) -> None:
+        if self._is_terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

@@ -1,0 +1,71 @@
+"""`latentray serve`: a group and its gateway until a signal."""
+
+import signal
+import sys
+import threading
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from cluster.cli.engine_flags import with_settings
+from cluster.cli.progress_line import ProgressLine
+from cluster.config import ServeArgs, Settings
+from kernels_integration.errors import UnavailableError
+
+
+@with_settings(ServeArgs)
+def serve(
+    settings: Settings[ServeArgs],
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            "--drain-timeout",
+            metavar="SECONDS",
+            min=0,
+            help="How long live requests may go on after a signal.",
+        ),
+    ] = 30.0,
+) -> None:
+    """Serve a model over gRPC on Ray.
+
+    Ctrl-C or SIGTERM lets live requests finish; a second one ends at once.
+    """
+    from cluster.serving import start_server
+
+    with closing(ProgressLine()) as progress:
+        server = start_server(settings.args, progress=progress)
+    with server:
+        config = server.config
+        typer.echo(
+            f"latentray: serving {config.served_model_name} at {server.address} "
+            f"(tp {config.tensor_parallel_size}, dcp {config.decode_context_parallel_size}, "
+            f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context; "
+            f"started in {progress.elapsed_s:.1f} s)"
+        )
+        sys.stdout.flush()
+        stop = _stop_on_signals()
+        is_told = False
+        while not stop.wait(0.5):
+            if server.group.failure is not None and not is_told:
+                is_told = True  # the gateway goes on: health tells clients and probes why
+                print(f"latentray: not serving: {server.group.failure}", file=sys.stderr)
+        if not is_told:
+            print("latentray: stopping", file=sys.stderr)
+        server.stop(drain_s=drain_timeout)
+    if is_told:
+        raise UnavailableError(f"the group was lost: {server.group.failure}")
+
+
+def _stop_on_signals() -> threading.Event:
+    """Set by the first SIGINT or SIGTERM; the second one raises KeyboardInterrupt."""
+    stop = threading.Event()
+
+    def handle(_signal: int, _frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return stop

@@ -1,0 +1,222 @@
+"""Is this machine able to serve this configuration? Each check answers by itself and never raises."""
+
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from actors.config import GroupConfig
+from actors.model.config import ModelConfig
+from cluster.config import ServeArgs
+from cluster.config.resolve import kv_bytes_per_token
+from cluster.config.sizes import format_size
+from kernels_integration.errors import LatentrayError
+
+Status = Literal["ok", "warn", "fail"]
+
+DISTRIBUTIONS = (
+    "grpcio",
+    "grpcio-health-checking",
+    "grpcio-reflection",
+    "grpcio-status",
+    "jinja2",
+    "msgspec",
+    "numpy",
+    "prometheus-client",
+    "protobuf",
+    "pydantic",
+    "pyyaml",
+    "pyzmq",
+    "ray",
+    "rich",
+    "safetensors",
+    "smg-grpc-proto",
+    "tokenizers",
+    "torch",
+    "typer",
+    "xxhash",
+)
+"""What latentray needs; on a cluster where it is not installed itself, there is no metadata to ask."""
+
+_ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_MIN_SHARED_MEMORY_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What was found, and what to do about it."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+def run_checks(args: ServeArgs) -> Iterator[Check]:
+    """Each check as soon as it is done."""
+    yield _python()
+    yield _packages()
+    yield _guarded("torch", _torch)
+    yield _guarded("checkpoint", lambda: _checkpoint(args))
+    yield _guarded("tokenizer", lambda: _tokenizer(args))
+    yield _guarded("memory", lambda: _memory(args))
+    yield _guarded("shared memory", _shared_memory)
+    yield _guarded("port", lambda: _port(args))
+    yield _guarded("ray", lambda: _ray(args))
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except LatentrayError as error:
+        return Check(name=name, status="fail", detail=str(error))
+    except Exception as error:  # a broken package can raise anything: that is what is asked here
+        return Check(name=name, status="fail", detail=f"{type(error).__name__}: {error}")
+
+
+def _python() -> Check:
+    """Older ones cannot read these files; pip refuses them by requires-python."""
+    return Check(name="python", status="ok", detail=f"{platform.python_version()}, {sys.executable}")
+
+
+def _packages() -> Check:
+    missing = []
+    for name in DISTRIBUTIONS:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Check(
+            name="packages",
+            status="fail",
+            detail=f"missing: {', '.join(missing)}; install them with pip install {' '.join(missing)}",
+        )
+    return Check(name="packages", status="ok", detail=f"all {len(DISTRIBUTIONS)} are installed")
+
+
+def _torch() -> Check:
+    import torch
+
+    return Check(
+        name="torch", status="ok", detail=f"{torch.__version__}, {torch.get_num_threads()} CPU threads"
+    )
+
+
+def _checkpoint(args: ServeArgs) -> Check:
+    config = args.resolve()
+    num_parameters = _num_parameters(config)
+    return Check(
+        name="checkpoint",
+        status="ok",
+        detail=f"{config.model_path}: {num_parameters / 1e6:.1f} M parameters, "
+        f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context",
+    )
+
+
+def _tokenizer(args: ServeArgs) -> Check:
+    from cluster.frontend import ModelFrontend
+
+    config = args.resolve()
+    frontend = ModelFrontend.from_pretrained(
+        config.model_path,
+        served_model_name=config.served_model_name,
+        max_model_len=config.max_model_len,
+    )
+    if not frontend.tokenizer.chat_templates:
+        return Check(
+            name="tokenizer",
+            status="warn",
+            detail="no chat template: chats are refused; add chat_template.jinja to the checkpoint",
+        )
+    return Check(name="tokenizer", status="ok", detail=f"{frontend.vocab_size} tokens, chat template")
+
+
+def _memory(args: ServeArgs) -> Check:
+    config = args.resolve()
+    model = ModelConfig.from_pretrained(config.model_path)
+    weights = _num_parameters(config) * _ITEM_SIZES[config.dtype]
+    cache = (
+        config.tensor_parallel_size
+        * config.num_kv_blocks
+        * config.block_size
+        * kv_bytes_per_token(model, config.num_speculative_tokens, config.kv_cache_dtype)
+    )
+    needed, available = weights + cache, available_memory_bytes()
+    detail = (
+        f"weights {format_size(weights)} and KV cache {format_size(cache)}; "
+        f"{format_size(available)} are available here"
+    )
+    if needed > available and args.address is None:
+        return Check(
+            name="memory",
+            status="fail",
+            detail=f"{detail}; pass a smaller --kv-cache-memory-bytes, or more machines by --address",
+        )
+    return Check(name="memory", status="ok", detail=detail)
+
+
+def _num_parameters(config: GroupConfig) -> int:
+    from actors.model.checkpoint import Checkpoint
+
+    with Checkpoint(config.model_path) as checkpoint:
+        return sum(math.prod(checkpoint[name].shape) for name in checkpoint)
+
+
+def available_memory_bytes() -> int:
+    """Memory that a process may still take: the machine's, or its container's where that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def _shared_memory() -> Check:
+    free = shutil.disk_usage("/dev/shm").free
+    if not os.access("/dev/shm", os.W_OK) or free < _MIN_SHARED_MEMORY_BYTES:
+        return Check(
+            name="shared memory",
+            status="fail",
+            detail=f"/dev/shm has {format_size(free)} for us; Ray and the shards of one node need "
+            f"{format_size(_MIN_SHARED_MEMORY_BYTES)} (containers: --shm-size=1g)",
+        )
+    return Check(name="shared memory", status="ok", detail=f"{format_size(free)} in /dev/shm")
+
+
+def _port(args: ServeArgs) -> Check:
+    from cluster.gateway.server import require_free
+
+    require_free(args.host, args.port)
+    return Check(name="port", status="ok", detail=f"{args.host}:{args.port} is free")
+
+
+def _ray(args: ServeArgs) -> Check:
+    """Join the cluster that would be joined; a local one is not started for this."""
+    num_needed = args.tensor_parallel_size + 1
+    if not (args.address or os.environ.get("RAY_ADDRESS")):
+        version, num_cpus = importlib.metadata.version("ray"), os.cpu_count() or 1
+        detail = f"{version}; serve starts a local cluster, with {num_cpus} cores of this machine"
+        if num_cpus < args.tensor_parallel_size:
+            return Check(
+                name="ray",
+                status="warn",
+                detail=f"{detail}: fewer than shards, --tensor-parallel-size {args.tensor_parallel_size}",
+            )
+        return Check(name="ray", status="ok", detail=detail)
+    from contextlib import closing
+
+    from cluster.ray_session import RaySession
+
+    with closing(RaySession(args.address, num_cpus=num_needed)):
+        import ray
+
+        num_free = int(ray.available_resources().get("CPU", 0))
+    detail = f"joined; {num_free} CPUs are free, the group needs {num_needed}"
+    return Check(name="ray", status="ok" if num_free >= num_needed else "fail", detail=detail)

@@ -1,0 +1,95 @@
+"""A served model: a group on Ray and a gateway before it, started and stopped together."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from actors.config import GroupConfig
+from cluster.config import ServeArgs
+from cluster.launch import GroupHandle, launch_group
+from kernels_integration.errors import LatentrayError, UnavailableError
+
+# isort: split
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.gateway.gateway_actor import GatewayActor
+from cluster.gateway.server import require_free
+
+_STOP_MARGIN_S = 10.0
+"""What a gateway may take beyond its drain before it is killed."""
+
+
+class RunningServer:
+    """Clients reach it at `address` (host:port). Stopped by `stop` or by leaving `with`."""
+
+    def __init__(self, group: GroupHandle, gateway: Any, address: str, config: GroupConfig) -> None:
+        self.group = group
+        self.address = address
+        self.config = config
+        self._gateway = gateway
+
+    def stop(self, drain_s: float = 30.0) -> None:
+        """Refuse new requests, let live ones end for at most drain_s, stop the group. May be called twice."""
+        gateway, self._gateway = self._gateway, None
+        try:
+            if gateway is not None:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(gateway.stop.remote(drain_s), timeout=drain_s + _STOP_MARGIN_S)
+                ray.kill(gateway)
+        finally:
+            self.group.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop(drain_s=0.0 if exc_type else 30.0)
+
+
+def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda message: None) -> RunningServer:
+    """Start a group and a gateway on this node; returns when requests are served.
+
+    progress: called with what is waited for, about once a second.
+    Errors: ConfigError, CheckpointError, ClusterTooSmallError, UnavailableError. Nothing is left behind.
+    """
+    config = args.resolve()
+    require_free(args.host, args.port)  # told in the first second, not after the model has loaded
+    group = launch_group(config, address=args.address, progress=progress)
+    try:
+        actor: Any = GatewayActor  # Ray's decorator is untyped
+        gateway = actor.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(  # --host and --port are of this machine
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
+        ).remote(config, group.request_address, args.host, args.port, args.max_message_size)
+        address = _started(gateway, progress)
+    except BaseException:
+        group.stop()
+        raise
+    return RunningServer(group, gateway, address, config)
+
+
+def _started(gateway: Any, progress: Callable[[str], None]) -> str:
+    start_s = time.monotonic()
+    reference = gateway.start.remote()
+    while True:
+        progress(f"waiting for the gateway to listen ({time.monotonic() - start_s:.0f} s)")
+        try:
+            return str(ray.get(reference, timeout=1))
+        except ray.exceptions.GetTimeoutError:
+            continue
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, LatentrayError):
+                raise error.cause from error
+            raise
+        except ray.exceptions.RayError as error:
+            raise UnavailableError(f"the gateway did not start: {error}") from error
