@@ -21,7 +21,7 @@ _TILE_BYTES = 1 << 20
 def run(plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, *, sm_scale: float) -> None:
     """Row t attends to its planned slots of kv: o[t] = softmax(sm_scale q[t] . k) v, lse[t] its natural LSE.
 
-    q [>= T, H, C + R]; kv [slots, C + R]; o [as q, H, C]; lse [as q, H] fp32 (fp64 when q is fp64),
+    q [>= T, H, C + R], kv [slots, C + R], o [as q, H, C] and lse [as q, H] fp32 (fp64 when q is fp64),
     for T = plan.rows. Computes in lse's dtype. Writes o and lse in place: rows without KV get
     o = 0, lse = -inf; rows from T on are neither read nor written.
 
@@ -142,10 +142,10 @@ def _check_fit(plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tenso
     """The plan's indices, if the plan fits the tensors. Compares host integers only."""
     if plan.kv_indices is None:
         raise PlanError("the plan is a split without kv_indices; give it the layer's with with_indices()")
-    if plan.rows > min(q.shape[0], o.shape[0], lse.shape[0]) or q.shape[0] != o.shape[0]:
+    if not plan.rows <= q.shape[0] == o.shape[0] == lse.shape[0]:
         raise PlanError(
             f"plan of {plan.rows} rows for q of {q.shape[0]}, o of {o.shape[0]} and lse of {lse.shape[0]}: "
-            "rows(plan) <= rows(q) == rows(o); plan over real rows only"
+            "rows(plan) <= rows(q) == rows(o) == rows(lse); plan over real rows only"
         )
     if q.shape[1] != o.shape[1] or q.shape[1] != lse.shape[1]:
         raise PlanError(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan_reference import plan_serially
 
 from kernels_integration.errors import PlanError
-from kernels_integration.plan import SparseMLAPlan, build_plan, plan_from_indptr, validate_plan
+from kernels_integration.plan import SparseMLAPlan, _plan_split, build_plan, plan_from_indptr, validate_plan
 from kernels_integration.planner import StepPlanner
 from kernels_integration.selection import Selection
 
@@ -61,6 +61,19 @@ def test_shapes_on_a_device_depend_on_no_length(num_parts):
     assert plan.reduce_final_map.shape == (rows, 2)
     assert plan.reduce_partial_map.shape == (min(rows + num_parts - 1, 2 * (num_parts - 1)),)
     assert plan.num_partial_rows == plan.reduce_partial_map.shape[0]
+
+
+@given(kv_lens=lengths.filter(bool), num_parts=st.integers(2, 40))
+@settings(max_examples=60, deadline=None)
+def test_the_fixed_shapes_of_a_device_hold_the_same_plan(kv_lens, num_parts):
+    """What a device runs, run on the CPU: the arrays are equal as far as used, unused items are zero."""
+    fixed = _plan_split(indptr_of(kv_lens), num_parts, None)
+    plan = build_plan(kv_lens, num_parts)
+    for name in ARRAYS:
+        used = getattr(plan, name)
+        assert torch.equal(getattr(fixed, name)[: len(used)], used)
+    assert not fixed.work_info[len(plan.work_info) :].any()
+    validate_plan(fixed)
 
 
 def test_all_forms_of_lengths_give_the_same_plan():

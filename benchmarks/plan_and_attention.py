@@ -1,0 +1,64 @@
+"""What one layer's plan and attention cost on one CPU thread, beside torch's own fused attention.
+
+Run: OMP_NUM_THREADS=1 python -m benchmarks.plan_and_attention
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from kernels_integration import attention
+from kernels_integration.plan import plan_from_indptr
+from kernels_integration.planner import StepPlanner
+from kernels_integration.selection import Selection
+
+HEADS, LATENT, ROPE, TOPK, SLOTS = 8, 128, 32, 64, 8192
+
+
+def microseconds(work: Callable[[], object], calls: int) -> float:
+    """The best of several rounds: other processes only ever add."""
+    work()
+    best = float("inf")
+    for _ in range(7):
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best * 1e6
+
+
+def row_of_results(rows: int) -> list[float]:
+    kv_indptr = torch.arange(rows + 1, dtype=torch.int32) * TOPK
+    kv_indices = torch.randint(SLOTS, (rows * TOPK,))
+    kv, q = torch.randn(SLOTS, LATENT + ROPE), torch.randn(rows, HEADS, LATENT + ROPE)
+    o, lse = torch.empty(rows, HEADS, LATENT), torch.empty(rows, HEADS)
+    plan = plan_from_indptr(kv_indptr, 1, kv_indices=kv_indices)
+    layers = [Selection(kv_indptr=kv_indptr.clone(), kv_indices=kv_indices) for _ in range(2)]
+    planner = StepPlanner(1, reuse_split=True)
+
+    def fused() -> torch.Tensor:
+        keys = kv.index_select(0, kv_indices).view(rows, 1, TOPK, LATENT + ROPE)
+        return F.scaled_dot_product_attention(q.unsqueeze(1), keys, keys, scale=0.1)
+
+    calls = max(5, 4096 // rows)
+    plan_us = microseconds(lambda: plan_from_indptr(kv_indptr, 1), 500)
+    reuse_us = microseconds(lambda: [planner.plan(layer) for layer in layers], 500) / 2
+    parts_us = microseconds(lambda: plan_from_indptr(kv_indptr, 4), 100)
+    run_us = microseconds(lambda: attention.run(plan, q, kv, o, lse, sm_scale=0.1), calls)
+    fused_us = microseconds(fused, calls)
+    return [plan_us, reuse_us, parts_us, run_us, fused_us, run_us / fused_us, plan_us / run_us]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"{TOPK} KV tokens a row, {HEADS} heads, {LATENT} + {ROPE} wide, float32, one thread; microseconds")
+    names = ("plan", "re-used", "4 parts", "run", "fused", "run/fused", "plan/run")
+    print(" rows", *(f"{name:>9}" for name in names))
+    for rows in (4, 32, 128, 2048):
+        print(f"{rows:5}", *(f"{result:9.2f}" for result in row_of_results(rows)))
+
+
+if __name__ == "__main__":
+    main()
