@@ -115,7 +115,8 @@ class SharedMemoryCollectives:
             raise CollectiveError(f"shared memory carries no {dtype}; use one of {list(_DTYPES)}")
         if len(self._views) >= _MAX_CACHED_VIEWS:
             self._views.clear()
-        halves = self._buffers[..., : length * dtype.itemsize].view(dtype)  # [2, size, length]
-        views = tuple((half, list(half.unbind())) for half in halves.unbind())
+        with torch.inference_mode(False):
+            halves = self._buffers[..., : length * dtype.itemsize].view(dtype)  # [2, size, length]
+            views = tuple((half, list(half.unbind())) for half in halves.unbind())
         self._views[dtype, length] = views
         return views
