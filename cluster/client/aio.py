@@ -125,7 +125,7 @@ class AsyncClient:
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
             async for response in self._checked(call):
-                yield reader.piece(response)
+                yield reader.piece(response, wire.seed_of(await call.initial_metadata()))
         finally:
             call.cancel()
 

@@ -29,7 +29,7 @@ class AnswerReader:
             else None
         )
 
-    def piece(self, response: pb.GenerateResponse) -> Piece:
+    def piece(self, response: pb.GenerateResponse, seed: int | None) -> Piece:
         """A chunk's tokens, or what `complete` adds to a stream."""
         if response.WhichOneof("response") == "chunk":
             chunk = response.chunk
@@ -45,6 +45,7 @@ class AnswerReader:
             finish_reason=_finish_reason(complete),
             matched_stop=matched_stop,
             usage=_usage(complete),
+            seed=seed,
         )
 
     def completion(self, request_id: str, response: pb.GenerateResponse, seed: int | None) -> Completion:

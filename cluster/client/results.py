@@ -31,6 +31,8 @@ class Piece:
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     usage: Usage | None = None
+    seed: int | None = None
+    """On the last one: the effective seed; with it the answer can be had again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ class Client:
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
             for response in self._checked(call):
-                yield reader.piece(response)
+                yield reader.piece(response, wire.seed_of(call.initial_metadata()))
         finally:
             call.cancel()
 

@@ -35,7 +35,7 @@ async def test_stream_and_whole_say_the_same(serve, frontend):
     assert pieces[-1].finish_reason == whole.finish_reason == "length"
     assert pieces[-1].usage == whole.usage
     assert whole.usage.draft_tokens > 0
-    assert whole.seed == 5
+    assert pieces[-1].seed == whole.seed == 5
 
 
 async def test_the_blocking_client_says_what_the_asyncio_client_says(serve, frontend):

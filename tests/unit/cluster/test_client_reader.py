@@ -36,12 +36,12 @@ def test_pieces_join_to_the_text_and_tokens(tokenizer, size):
     ids = tokenizer.encode("naïve café - 漢字 and 🙂 too", add_special_tokens=False)
     reader = AnswerReader(SamplingParams(), tokenizer.backend, (1,))
     cut = [ids[i : i + size] for i in range(0, len(ids), size)]
-    pieces = [reader.piece(chunk(*part)) for part in cut]
-    pieces.append(reader.piece(complete(*ids, completion_tokens=len(ids))))
+    pieces = [reader.piece(chunk(*part), None) for part in cut]
+    pieces.append(reader.piece(complete(*ids, completion_tokens=len(ids)), 9))
     assert "".join(p.text for p in pieces) == tokenizer.decode(ids)
     assert [t for p in pieces for t in p.token_ids] == ids
     assert [p.finish_reason for p in pieces] == [None] * len(cut) + ["length"]
-    assert pieces[-1].usage.completion_tokens == len(ids)
+    assert (pieces[-1].usage.completion_tokens, pieces[-1].seed) == (len(ids), 9)
 
 
 def test_the_text_ends_before_the_stop_string(tokenizer):
@@ -49,7 +49,7 @@ def test_the_text_ends_before_the_stop_string(tokenizer):
     params = SamplingParams(stop=("two",))
     streamed = AnswerReader(params, tokenizer.backend, ())
     end = complete(*ids, finish_reason="stop", matched_stop_str="two")
-    texts = [streamed.piece(chunk(i)).text for i in ids] + [streamed.piece(end).text]
+    texts = [streamed.piece(chunk(i), None).text for i in ids] + [streamed.piece(end, None).text]
     whole = AnswerReader(params, tokenizer.backend, ()).completion("r", end, 7)
     assert "".join(texts) == whole.text == "one "
     assert (whole.matched_stop, whole.seed, whole.token_ids) == ("two", 7, tuple(ids))
@@ -63,14 +63,17 @@ def test_a_token_that_ends_the_stream_is_counted_but_no_text(tokenizer):
     ):
         reader = AnswerReader(params, tokenizer.backend, (1,))
         body = ids[1:]
-        pieces = [reader.piece(chunk(*body, last)), reader.piece(complete(*body, last, finish_reason="stop"))]
+        pieces = [
+            reader.piece(chunk(*body, last), None),
+            reader.piece(complete(*body, last, finish_reason="stop"), None),
+        ]
         assert "".join(p.text for p in pieces) == tokenizer.decode(body)
         assert pieces[0].token_ids == (*body, last)
 
 
 def test_without_a_tokenizer_there_are_ids_only():
     reader = AnswerReader(SamplingParams(), None, ())
-    assert reader.piece(chunk(5, 6)).text == ""
+    assert reader.piece(chunk(5, 6), None).text == ""
     assert reader.completion("r", complete(5, 6), None).token_ids == (5, 6)
 
 
@@ -78,7 +81,7 @@ def test_logprobs():
     message = pb.OutputLogProbs(token_ids=[5, 6], token_logprobs=[-1, -2])
     reader = AnswerReader(SamplingParams(logprobs=0), None, ())
     bare = reader.piece(
-        pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[5, 6], output_logprobs=message))
+        pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[5, 6], output_logprobs=message)), None
     )
     assert bare.logprobs == (TokenLogprob(token_id=5, logprob=-1), TokenLogprob(token_id=6, logprob=-2))
     for token in (5, 6):
@@ -90,7 +93,7 @@ def test_logprobs():
 def test_a_finish_reason_that_hides_a_failure_is_an_error():
     reader = AnswerReader(SamplingParams(), None, ())
     with pytest.raises(LatentrayError, match="abort"):
-        reader.piece(complete(finish_reason="abort"))
+        reader.piece(complete(finish_reason="abort"), None)
 
 
 def test_the_tokenizer_comes_whole_or_not_at_all(tokenizer):
