@@ -29,11 +29,11 @@ class RowError(Exception):
         self.custom_id = custom_id
 
 
-def parse_row(line: str | bytes, frontend: ModelFrontend) -> BatchRow:
-    """Errors: RowError: what is wrong with the line, the row or its body."""
+def parse_row(line: str | bytes, frontend: ModelFrontend, *, line_number: int) -> BatchRow:
+    """Errors: RowError: what is wrong with the line (counted from 1), the row or its body."""
     custom_id: str | None = None
     try:
-        row = _json_object(line)
+        row = _json_object(line, line_number)
         custom_id = _field(row, "custom_id", str)
         method = row.get("method", "POST")
         if method != "POST":
@@ -78,14 +78,14 @@ def failed_row(error: LatentrayError, *, custom_id: str | None, request_id: str)
     }
 
 
-def _json_object(line: str | bytes) -> dict[str, Any]:
+def _json_object(line: str | bytes, line_number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the line is not JSON: {error}", field="line") from error
+        raise InvalidRequestError(f"line {line_number} is not JSON: {error}", field="line") from error
     if not isinstance(row, dict):
         raise InvalidRequestError(
-            f"the line holds a {type(row).__name__}; it must hold one JSON object", field="line"
+            f"line {line_number} holds a {type(row).__name__}; it must hold one JSON object", field="line"
         )
     return row
 

@@ -71,7 +71,7 @@ class _Run:
     """State of one batch. Request ids are row numbers, counted from 1 over non-blank lines."""
 
     def __init__(self, lines: Iterable[str | bytes], *, engine: Engine, frontend: ModelFrontend) -> None:
-        self._lines = (line for line in lines if line.strip())
+        self._lines = ((i, line) for i, line in enumerate(lines, start=1) if line.strip())
         self._engine = engine
         self._frontend = frontend
         self._pending: deque[_Pending] = deque()
@@ -93,17 +93,18 @@ class _Run:
 
     def admit(self) -> bool:
         """Take the next row. False when there is none."""
-        line = next(self._lines, None)
-        if line is None:
+        numbered = next(self._lines, None)
+        if numbered is None:
             self.is_read = True
             return False
+        line_number, line = numbered
         self._num_rows += 1
         request_id = str(self._num_rows)
         pending = _Pending()
         self._pending.append(pending)
         custom_id: str | None = None
         try:
-            pending.row = parse_row(line, self._frontend)
+            pending.row = parse_row(line, self._frontend, line_number=line_number)
             custom_id = pending.row.custom_id
             if custom_id in self._custom_ids:
                 raise InvalidRequestError(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from cluster.tokenizer.json_files import read_json_object
 from kernels_integration.errors import CheckpointError
@@ -43,6 +43,9 @@ class Tokenizer:
     def from_pretrained(cls, path: str | Path) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja of a checkpoint directory.
 
+        What is added to a text (bos, eos) is tokenizer.json's post-processor alone: transformers ignores
+        add_bos_token and add_eos_token of tokenizer_config.json where there is a tokenizer.json.
+
         Errors: CheckpointError when tokenizer.json is missing or a file cannot be read.
         """
         directory = Path(path)
@@ -70,8 +73,6 @@ class Tokenizer:
                 if backend.token_to_id(text) is None
             ]
         )
-        if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-            _set_post_processor(backend, special, config)
         return cls(backend, special_tokens=special, chat_templates=_read_chat_templates(directory, config))
 
     @property
@@ -91,18 +92,6 @@ def _token_text(value: object) -> str | None:
     """A special token is text, or an object that holds it as "content"."""
     content = value.get("content") if isinstance(value, Mapping) else value
     return content if isinstance(content, str) else None
-
-
-def _set_post_processor(
-    backend: tokenizers.Tokenizer, special: Mapping[str, str], config: Mapping[str, Any]
-) -> None:
-    """Add bos and eos as tokenizer_config.json says, where it says so: it wins over tokenizer.json."""
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        special_tokens=[(text, backend.token_to_id(text)) for text in {bos, eos} if text],
-    )
 
 
 def _read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

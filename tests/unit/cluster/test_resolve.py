@@ -1,0 +1,144 @@
+"""From settings and a checkpoint to a group, and every rule between them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import BUNDLED_CHECKPOINT, EngineArgs, load_settings
+from cluster.config.show import effective_settings
+from kernels_integration.errors import CheckpointError, ConfigError
+
+# 6 layers and 1 MTP layer of 128 + 32 latent and 64 indexer values
+VALUES_PER_TOKEN = 7 * (128 + 32 + 64)
+
+
+def resolve(**settings: Any) -> Any:
+    return load_settings(EngineArgs, settings, environ={}).args.resolve()
+
+
+@pytest.fixture
+def without_mtp(tmp_path: Path) -> Path:
+    """As converters leave a checkpoint: the config announces an MTP layer that the tensors lack."""
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(BUNDLED_CHECKPOINT / name, tmp_path)
+    index = json.loads((BUNDLED_CHECKPOINT / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {
+        n: f for n, f in index["weight_map"].items() if not n.startswith("model.layers.6.")
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+def test_defaults_serve_the_bundled_checkpoint() -> None:
+    config = resolve()
+    assert Path(config.model_path) == BUNDLED_CHECKPOINT
+    assert config.served_model_name == "tiny-dsa"
+    assert (config.tensor_parallel_size, config.decode_context_parallel_size) == (1, 1)
+    assert config.num_speculative_tokens == 3
+    assert config.max_model_len == 2048
+    assert (config.dtype, config.kv_cache_dtype, config.attention_backend) == ("float32", "float32", "torch")
+    assert config.num_kv_blocks == 512 * 2**20 // (16 * VALUES_PER_TOKEN * 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_per_block"),
+    [
+        ({"dtype": "float64"}, 16 * VALUES_PER_TOKEN * 8),
+        ({"dtype": "float64", "kv_cache_dtype": "bfloat16"}, 16 * VALUES_PER_TOKEN * 2),
+        ({"num_speculative_tokens": 0}, 16 * VALUES_PER_TOKEN * 4 * 6 // 7),
+        ({"block_size": 64}, 64 * VALUES_PER_TOKEN * 4),
+    ],
+)
+def test_the_budget_is_cut_into_blocks(settings: dict[str, Any], bytes_per_block: int) -> None:
+    assert resolve(kv_cache_memory_bytes="64M", **settings).num_kv_blocks == 2**26 // bytes_per_block
+
+
+def test_the_budget_is_what_a_shard_allocates() -> None:
+    """The arithmetic here and the storage of the shards are two codes: they must agree to the byte."""
+    import torch
+
+    from kernels_integration.kv_cache import KVCache
+
+    config = resolve(kv_cache_memory_bytes="1M")
+    cache = KVCache.allocate(7, config.num_kv_blocks * config.block_size, 128 + 32, 64, torch.float32)
+    assert 2**20 - 16 * VALUES_PER_TOKEN * 4 < cache.num_bytes <= 2**20
+
+
+def test_the_context_follows_the_cache_where_it_is_not_given() -> None:
+    """The last token has no KV: 10 blocks of 16 serve 161 tokens; dcp 2 doubles what a block covers."""
+    assert resolve(num_kv_blocks=10).max_model_len == 161
+    dcp2 = resolve(num_kv_blocks=10, tensor_parallel_size=2, decode_context_parallel_size=2)
+    assert dcp2.max_model_len == 321
+    assert resolve(num_kv_blocks=10, max_model_len=161).max_model_len == 161
+
+
+def test_without_mtp_weights_nothing_is_drafted(without_mtp: Path) -> None:
+    assert resolve(model=without_mtp).num_speculative_tokens == 0
+    with pytest.raises(ConfigError, match=r"has no MTP weights \(model\.layers\.6\.\*\); use 0"):
+        resolve(model=without_mtp, num_speculative_tokens=1)
+
+
+def test_a_path_is_its_own_name(without_mtp: Path) -> None:
+    assert resolve(model=without_mtp).served_model_name == str(without_mtp)
+    assert resolve(model=without_mtp, served_model_name="mine").served_model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 3}, ["tensor-parallel-size 3", "num_attention_heads 8", "1, 2, 4 or 8"]),
+        ({"tensor_parallel_size": 16}, ["tensor-parallel-size 16", "1, 2, 4 or 8"]),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 3},
+            ["decode-context-parallel-size 3", "tensor-parallel-size 4", "1, 2 or 4"],
+        ),
+        ({"cp_kv_cache_interleave_size": 3}, ["interleave-size 3", "block-size 16", "1, 2, 4, 8, 16"]),
+        ({"cp_kv_cache_interleave_size": 32}, ["interleave-size 32", "block-size 16"]),
+        ({"max_model_len": 4096}, ["max-model-len 4096", "max_position_embeddings 2048", "at most 2048"]),
+        (
+            {"num_kv_blocks": 3, "max_model_len": 50},
+            ["max-model-len 50", "49 tokens in 3 blocks", "--num-kv-blocks 4"],
+        ),
+        ({"kv_cache_memory_bytes": "1K"}, ["1.0 KiB", "one block", "98.0 KiB"]),
+        ({"kv_cache_memory_bytes": "1M", "num_kv_blocks": 4}, ["num-kv-blocks 4", "1048576", "one of them"]),
+        (
+            {"max_num_batched_tokens": 3},
+            ["max-num-batched-tokens 3", "num-speculative-tokens 3", "use 4 or more"],
+        ),
+    ],
+)
+def test_rules_between_settings(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(**settings)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_fix_of_a_message_works() -> None:
+    assert resolve(num_kv_blocks=4, max_model_len=50).max_model_len == 50
+    assert resolve(kv_cache_memory_bytes=4 * 16 * VALUES_PER_TOKEN * 4, max_model_len=50).num_kv_blocks == 4
+    assert resolve(max_num_batched_tokens=4).max_num_batched_tokens == 4
+
+
+def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no such model path: .*/nope; --model must be a directory"):
+        resolve(model=tmp_path / "nope")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        resolve(model=tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CheckpointError, match=r"'gpt2' is not supported; supported: deepseek_v32"):
+        resolve(model=tmp_path)
+
+
+def test_show_tells_where_each_value_came_from() -> None:
+    settings = load_settings(
+        EngineArgs, {"num_kv_blocks": 10}, spelling="flag", environ={"LATENTRAY_DTYPE": "auto"}
+    )
+    shown = {s.name: s for s in effective_settings(settings, settings.args.resolve())}
+    assert (shown["num_kv_blocks"].value, shown["num_kv_blocks"].origin) == (10, "flag --num-kv-blocks")
+    assert (shown["max_model_len"].value, shown["max_model_len"].origin) == (161, "derived")
+    assert (shown["dtype"].value, shown["dtype"].origin) == ("float32", "derived from auto")
+    assert shown["block_size"].origin == "default"

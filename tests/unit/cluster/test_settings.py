@@ -1,0 +1,167 @@
+"""Sources of settings: precedence, parsing, and what is said of mistakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import EngineArgs, ServeArgs, load_settings
+from cluster.config.sizes import format_size, parse_size
+from kernels_integration.errors import ConfigError
+
+
+def load(given: dict[str, Any] | None = None, *, file: Path | None = None, **environ: str) -> Any:
+    return load_settings(ServeArgs, given, spelling="flag", config_file=file, environ=environ)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_overridden_by_file_then_environment_then_flags(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "c.yaml", "block-size: 4\nmax_num_seqs: 5\nmax-num-batched-tokens: 512\nport: 1\n"
+    )
+    settings = load(
+        {"block_size": "64", "model": None},
+        file=file,
+        LATENTRAY_BLOCK_SIZE="32",
+        LATENTRAY_MAX_NUM_SEQS="6",
+        PATH="/bin",
+    )
+    args, origins = settings.args, settings.origins
+    assert (args.block_size, args.max_num_seqs, args.max_num_batched_tokens) == (64, 6, 512)
+    assert args.tensor_parallel_size == 1
+    assert origins["block_size"] == "flag --block-size"
+    assert origins["max_num_seqs"] == "environment LATENTRAY_MAX_NUM_SEQS"
+    assert origins["max_num_batched_tokens"] == f"file {file}: max-num-batched-tokens"
+    assert origins["tensor_parallel_size"] == "default"
+    assert origins["model"] == "default"
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "block_size: 8\n")
+    assert load(LATENTRAY_CONFIG=str(file)).args.block_size == 8
+
+
+def test_an_engine_reads_a_file_of_a_server(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "port: 9\nblock_size: 8\n")
+    assert load_settings(EngineArgs, config_file=file, environ={}).args.block_size == 8
+
+
+@pytest.mark.parametrize(
+    "value", ['{"method":"mtp","num_speculative_tokens":2}', {"num_speculative_tokens": 2}]
+)
+def test_both_spellings_of_speculation_are_one_setting(value: Any) -> None:
+    settings = load({"speculative_config": value}, LATENTRAY_NUM_SPECULATIVE_TOKENS="5")
+    assert settings.args.num_speculative_tokens == 2
+    assert settings.origins["num_speculative_tokens"] == "flag --speculative-config"
+    # and the other way round: the later source wins, whichever spelling it uses
+    later = load(
+        {"num_speculative_tokens": "5"},
+        LATENTRAY_SPECULATIVE_CONFIG=json.dumps({"num_speculative_tokens": 2}),
+    )
+    assert later.args.num_speculative_tokens == 5
+
+
+def test_two_spellings_in_one_source_must_agree() -> None:
+    assert load({"speculative_config": {"num_speculative_tokens": 2}, "num_speculative_tokens": "2"}).args
+    with pytest.raises(ConfigError, match="they are one setting"):
+        load({"speculative_config": {"num_speculative_tokens": 2}, "num_speculative_tokens": "3"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("tensor_parallel_size", "two", "a whole number >= 1"),
+        ("tensor_parallel_size", "0", "a whole number >= 1"),
+        ("block_size", True, "a whole number >= 1"),
+        ("block_size", 16.0, "a whole number >= 1"),
+        ("num_speculative_tokens", "9", "from 0 to 8"),
+        ("num_speculative_tokens", "-1", "from 0 to 8"),
+        ("speculative_config", "{", "JSON such as"),
+        ("speculative_config", '{"method":"eagle","num_speculative_tokens":1}', "JSON such as"),
+        ("speculative_config", '{"method":"mtp","num_speculative_tokens":9}', "0 to 8 tokens"),
+        ("speculative_config", '{"num_speculative_tokens":1,"draft":2}', "JSON such as"),
+        ("dtype", "float8", "auto, float32, float64 or bfloat16"),
+        ("kv_cache_dtype", "int8", "auto, float32, float64 or bfloat16"),
+        ("attention_backend", "flash", "auto or torch"),
+        ("kv_cache_memory_bytes", "lots", "such as 512M"),
+        ("kv_cache_memory_bytes", "0", "such as 512M"),
+        ("seed", "-1", "from 0 to"),
+        ("port", "70000", "from 0 to 65535"),
+        ("model", "", "the directory of a checkpoint"),
+    ],
+)
+def test_an_illegal_value_is_named_with_its_rule(field: str, value: Any, rule: str) -> None:
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(ConfigError) as caught:
+        load({field: value})
+    assert flag in str(caught.value)
+    assert repr(value) in str(caught.value)
+    assert rule in str(caught.value)
+    if isinstance(value, str) and value:
+        with pytest.raises(ConfigError, match=f"environment LATENTRAY_{field.upper()}"):
+            load({}, **{f"LATENTRAY_{field.upper()}": value})
+
+
+def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean tensor_parallel_size"):
+        load_settings(EngineArgs, {"tensor_paralel_size": 2}, environ={})
+    with pytest.raises(ConfigError, match="LATENTRAY_BLOK_SIZE; did you mean LATENTRAY_BLOCK_SIZE"):
+        load(LATENTRAY_BLOK_SIZE="2")
+    with pytest.raises(ConfigError, match="max-num-sequences; did you mean max-num-seqs"):
+        load(file=write(tmp_path / "c.yaml", "max-num-sequences: 2\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("- 1\n", "holds a list"),
+        ("a: [\n", "is no YAML"),
+        ("block-size: 4\nblock_size: 8\n", "are the same setting"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load(file=write(tmp_path / "c.yaml", text))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(file=tmp_path / "none.yaml")
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert load(file=write(tmp_path / "c.yaml", "# nothing\nblock_size:\n")).args == ServeArgs()
+
+
+def test_paths_are_models_too(tmp_path: Path) -> None:
+    assert load_settings(EngineArgs, {"model": tmp_path}, environ={}).args.model == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1", 1), (77, 77), ("512M", 2**29), ("2g", 2**31), ("1.5 GiB", 3 * 2**29), ("64KB", 2**16)],
+)
+def test_sizes(text: str | int, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+def test_sizes_are_shown_in_their_unit() -> None:
+    assert [format_size(n) for n in (5, 2**10, 3 * 2**29, 2**50)] == [
+        "5 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "1024.0 TiB",
+    ]
+
+
+def test_the_schema_shows_every_setting_with_its_bounds() -> None:
+    schema = ServeArgs.model_json_schema()
+    properties = schema["properties"]
+    assert properties.keys() == ServeArgs.model_fields.keys()
+    assert all(p["description"] for p in properties.values())
+    assert properties["block_size"]["minimum"] == 1
+    drafts = properties["num_speculative_tokens"]["anyOf"][0]
+    assert (drafts["minimum"], drafts["maximum"]) == (0, 8)
+    assert properties["attention_backend"]["enum"] == ["auto", "torch"]
