@@ -5,11 +5,12 @@ Replicated on every rank, with equal shapes, so that all ranks select alike.
 T packed rows, H index heads, D index head dim, R rotary dims.
 """
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from actors.model.config import ModelConfig
 from actors.model.layers import halves_to_pairs, layer_norm, rotate_pairs
+from actors.model.linear import Linear
 from actors.model.weights import WeightReader, accumulate_dtype
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.rows import RowBatch
@@ -19,7 +20,7 @@ KEY_NORM_EPS = 1e-6
 
 
 class Indexer:
-    """Holds wq_b and wk for its owner, who computes them in one product with the projections of MLA."""
+    """One layer's indexer. Its owner computes x Wk, in one product with the projections of MLA."""
 
     def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
         self.num_heads = config.index_n_heads
@@ -27,18 +28,15 @@ class Indexer:
         self.rotary_dim = config.qk_rope_head_dim
         self.topk = config.index_topk
         exact = accumulate_dtype(reader.dtype)
-        self.wq_b = reader.whole("wq_b.weight")
-        self.wk = reader.whole("wk.weight")
-        self.k_norm_weight = reader.norm("k_norm.weight")
-        self.k_norm_bias = reader.norm("k_norm.bias")
         # Scaled once here instead of every w: H^-1/2 belongs to w in the paper's formula.
-        self.weights_proj = reader.whole("weights_proj.weight", exact) * self.num_heads**-0.5
-        if not config.indexer_rope_interleave:
-            order = halves_to_pairs(self.head_dim, self.rotary_dim)
-            self.wq_b = self.wq_b.view(self.num_heads, self.head_dim, -1)[:, order].flatten(0, 1)
-            self.wk = self.wk[order]
-            self.k_norm_weight = self.k_norm_weight[order]
-            self.k_norm_bias = self.k_norm_bias[order]
+        self.weights_proj = reader.whole("weights_proj.weight", exact).t() * self.num_heads**-0.5
+        halves = not config.indexer_rope_interleave
+        order = halves_to_pairs(self.head_dim, self.rotary_dim) if halves else torch.arange(self.head_dim)
+        self.wk = reader.whole("wk.weight")[order]
+        self.k_norm_weight = reader.norm("k_norm.weight")[order]
+        self.k_norm_bias = reader.norm("k_norm.bias")[order]
+        wq_b = reader.whole("wq_b.weight").view(self.num_heads, self.head_dim, -1)
+        self.wq_b = Linear(wq_b[:, order].flatten(0, 1))
 
     def key(self, key: Tensor, rope: Tensor) -> Tensor:
         """k [T, D] from x Wk [T, D]: normed, its first R dims rotated."""
@@ -47,10 +45,10 @@ class Indexer:
         return key
 
     def select(
-        self, x: Tensor, query: Tensor, rope: Tensor, keys: Tensor, rows: RowBatch, dcp: DcpGroup
+        self, x: Tensor, cq: Tensor, rope: Tensor, keys: Tensor, rows: RowBatch, dcp: DcpGroup
     ) -> Selection:
-        """The top-k of each row from the layer input x [T, hidden], cq Wqb [T, H * D] and the cached keys."""
-        query = query.view(x.shape[0], self.num_heads, self.head_dim)
+        """The top-k of each row from the layer input x [T, hidden], its latent cq and the cached keys."""
+        query = self.wq_b(cq).view(x.shape[0], self.num_heads, self.head_dim)
         rotate_pairs(query[..., : self.rotary_dim], rope)
-        weights = F.linear(x.to(self.weights_proj.dtype), self.weights_proj)
+        weights = x.to(self.weights_proj.dtype) @ self.weights_proj
         return select_topk(query, weights, keys, rows, self.topk, dcp)

@@ -9,12 +9,12 @@ T packed rows, H heads of this rank, N nope dims, R rotary dims, C latent rank, 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from actors.model.config import ModelConfig
 from actors.model.indexer import Indexer
 from actors.model.layers import rms_norm, rotate_pairs
+from actors.model.linear import Linear
 from actors.model.weights import WeightReader, accumulate_dtype
 from kernels_integration import attention
 from kernels_integration.dcp import DcpGroup, merge_attention
@@ -53,24 +53,23 @@ class LatentAttention:
         self.indexer = Indexer(config, reader.under("indexer.")) if config.has_indexer else None
         self.q_norm = reader.norm("q_a_layernorm.weight")
         self.kv_norm = reader.norm("kv_a_layernorm.weight")
-        # What multiplies the same input is one matrix: [Wqa | Wkva | Wk] for x, [Wqb | Wqb_I] for cq.
-        self.w_down = torch.cat((reader.whole("q_a_proj.weight"), reader.whole("kv_a_proj_with_mqa.weight")))
-        self.w_query = reader.rows("q_b_proj.weight")
-        self.query_dim = self.w_query.shape[0]
+        # What multiplies x is one matrix: [Wqa | Wkva | Wk of the indexer].
+        down = [reader.whole("q_a_proj.weight"), reader.whole("kv_a_proj_with_mqa.weight")]
         if self.indexer is not None:
-            self.w_down = torch.cat((self.w_down, self.indexer.wk))
-            self.w_query = torch.cat((self.w_query, self.indexer.wq_b))
+            down.append(self.indexer.wk)
+        self.down_proj = Linear(torch.cat(down))
+        self.q_b_proj = Linear(reader.rows("q_b_proj.weight"))
         kv_b = reader.rows("kv_b_proj.weight").view(self.num_heads, -1, config.kv_lora_rank)
         self.w_uk = kv_b[:, : self.nope_dim].contiguous()  # [H, N, C]
         self.w_uv = kv_b[:, self.nope_dim :].transpose(1, 2).contiguous()  # [H, C, V]
-        self.o_proj = reader.columns("o_proj.weight")
+        self.o_proj = Linear(reader.columns("o_proj.weight"))
 
     def __call__(self, x: Tensor, ctx: PassContext) -> Tensor:
         """This rank's summand of the attention output [T, hidden]; x [T, hidden] is the normed layer input.
 
         Writes the rows' KV first: a row attends to itself.
         """
-        down = F.linear(x, self.w_down)
+        down = self.down_proj(x)
         kv_end = self.q_lora_rank + self.latent_dim
         cq = rms_norm(down[:, : self.q_lora_rank], self.q_norm, self.eps)
         latent = down[:, self.q_lora_rank : kv_end]
@@ -83,14 +82,10 @@ class LatentAttention:
         if ctx.dense_plan is not None or self.indexer is None:
             assert ctx.dense_plan is not None, "without an indexer every pass is dense"
             plan = ctx.dense_plan
-            query = F.linear(cq, self.w_query[: self.query_dim])
         else:
-            query = F.linear(cq, self.w_query)
             keys = ctx.cache.index_keys(self.layer)
-            selection = self.indexer.select(x, query[:, self.query_dim :], ctx.rope, keys, ctx.rows, self.dcp)
-            plan = ctx.planner.plan(selection)
-            query = query[:, : self.query_dim]
-        q = self._absorb(query.view(x.shape[0], self.num_heads, -1), ctx.rope)
+            plan = ctx.planner.plan(self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp))
+        q = self._absorb(self.q_b_proj(cq).view(x.shape[0], self.num_heads, -1), ctx.rope)
         return self._output(self._attend(plan, q, ctx.cache.latent(self.layer)))
 
     def _absorb(self, query: Tensor, rope: Tensor) -> Tensor:
@@ -113,4 +108,4 @@ class LatentAttention:
 
     def _output(self, o: Tensor) -> Tensor:
         values = torch.bmm(o.to(self.w_uv.dtype).transpose(0, 1), self.w_uv)
-        return F.linear(values.transpose(0, 1).flatten(1), self.o_proj)
+        return self.o_proj(values.transpose(0, 1).flatten(1))

@@ -13,6 +13,7 @@ from actors.model.checkpoint import Checkpoint
 from actors.model.config import ModelConfig
 from actors.model.decoder import DecoderLayer
 from actors.model.layers import rms_norm, rotary_frequencies, rotary_table
+from actors.model.linear import Linear
 from actors.model.mla import PassContext
 from actors.model.mtp import MtpLayer
 from actors.model.tensors import (
@@ -82,10 +83,11 @@ class Model:
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = reader.norm(FINAL_NORM)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else reader.vocabulary(HEAD)
+        head = EMBEDDING if config.tie_word_embeddings else HEAD
+        self.lm_head = Linear(reader.vocabulary(head))
         mtp_reader = reader.under(layer_prefix(config.num_hidden_layers))
         self.mtp = MtpLayer(config, mtp_reader, tp, dcp) if with_mtp else None
-        self.vocab_start = tp.rank * self.lm_head.shape[0]
+        self.vocab_start = tp.rank * self.embed_tokens.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,7 +116,7 @@ class Model:
 
         Serves target and MTP rows alike. Columns past the vocabulary are -inf.
         """
-        logits = F.linear(h, self.lm_head).to(accumulate_dtype(h.dtype))
+        logits = self.lm_head(h).to(accumulate_dtype(h.dtype))
         num_real = self.config.vocab_size - self.vocab_start
         if num_real < logits.shape[1]:
             logits[:, max(num_real, 0) :] = float("-inf")

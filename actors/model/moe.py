@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.model.config import ModelConfig
+from actors.model.linear import Linear
 from actors.model.weights import WeightReader, accumulate_dtype
 
 
@@ -15,17 +16,13 @@ class SwiGluMlp:
     """down(silu(gate x) * up x), its width split over ranks: returns this rank's summand."""
 
     def __init__(self, reader: WeightReader) -> None:
-        self.gate_up = torch.cat((reader.rows("gate_proj.weight"), reader.rows("up_proj.weight")))
-        self.down = reader.columns("down_proj.weight")
+        self.gate_up = Linear(torch.cat((reader.rows("gate_proj.weight"), reader.rows("up_proj.weight"))))
+        self.down = Linear(reader.columns("down_proj.weight"))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return swiglu(x, self.gate_up, self.down)
-
-
-def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """x [n, hidden], gate_up [2 * I, hidden], down [hidden, I] -> [n, hidden]."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate).mul_(up), down)
+        """[n, hidden] -> [n, hidden]"""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
 
 
 class Router:
@@ -37,7 +34,7 @@ class Router:
 
     def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
         exact = accumulate_dtype(reader.dtype)
-        self.weight = reader.whole("weight", exact)
+        self.weight = reader.whole("weight", exact).t().contiguous()
         self.bias = reader.whole("e_score_correction_bias", exact)
         self.num_groups = config.n_group
         self.topk_group = config.topk_group
@@ -47,7 +44,7 @@ class Router:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts [T, K] int64 and their weights [T, K] in float32 (float64 in a float64 model)."""
-        p = F.linear(x.to(self.weight.dtype), self.weight).sigmoid_()
+        p = (x.to(self.weight.dtype) @ self.weight).sigmoid_()
         c = p + self.bias
         if self.topk_group < self.num_groups:
             grouped = c.view(c.shape[0], self.num_groups, -1)
@@ -67,33 +64,30 @@ class MixtureOfExperts:
 
     def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
         self.router = Router(config, reader.under("gate."))
+        self.experts = [SwiGluMlp(reader.under(f"experts.{e}.")) for e in range(config.n_routed_experts)]
         self.shared = SwiGluMlp(reader.under("shared_experts.")) if config.n_shared_experts else None
-        self.num_experts = config.n_routed_experts
-        width = config.moe_intermediate_size // reader.size
-        self.gate_up = torch.empty(self.num_experts, 2 * width, config.hidden_size, dtype=reader.dtype)
-        self.down = torch.empty(self.num_experts, config.hidden_size, width, dtype=reader.dtype)
-        for expert in range(self.num_experts):
-            part = reader.under(f"experts.{expert}.")
-            self.gate_up[expert, :width] = part.rows("gate_proj.weight")
-            self.gate_up[expert, width:] = part.rows("up_proj.weight")
-            self.down[expert] = part.columns("down_proj.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
         experts, weights = self.router(x)
         out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
-        return self._add_routed(out, x, experts, weights.to(x.dtype))
+        add = self._add_one_row if len(x) == 1 else self._add_sorted
+        return add(out, x, experts, weights.to(x.dtype))
 
-    def _add_routed(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _add_one_row(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        for expert, weight in zip(experts.tolist()[0], weights.tolist()[0], strict=True):
+            out.add_(self.experts[expert](x), alpha=weight)
+        return out
+
+    def _add_sorted(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Rows sorted by expert, so that each hit expert is one product over its rows."""
-        K = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
-        rows = order // K
-        counts = torch.bincount(experts.flatten(), minlength=self.num_experts).tolist()
+        rows = order // experts.shape[1]
+        counts = torch.bincount(experts.flatten(), minlength=len(self.experts)).tolist()
         sorted_x = x.index_select(0, rows)
         parts, start = [], 0
-        for expert, count in enumerate(counts):
+        for expert, count in zip(self.experts, counts, strict=True):
             if count:
-                parts.append(swiglu(sorted_x[start : start + count], self.gate_up[expert], self.down[expert]))
+                parts.append(expert(sorted_x[start : start + count]))
                 start += count
         routed = torch.cat(parts).mul_(weights.flatten()[order].unsqueeze(-1))
         return out.index_add_(0, rows, routed)

@@ -1,12 +1,12 @@
 """The multi-token-prediction layer (DeepSeek-V3 report, section 2.2): it looks one token further."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from actors.model.config import ModelConfig
 from actors.model.decoder import DecoderLayer
 from actors.model.layers import rms_norm
+from actors.model.linear import Linear
 from actors.model.mla import PassContext
 from actors.model.weights import WeightReader
 from kernels_integration.collectives import Collectives
@@ -23,7 +23,7 @@ class MtpLayer:
         self.eps = config.rms_norm_eps
         self.embedding_norm = reader.norm("enorm.weight")
         self.hidden_norm = reader.norm("hnorm.weight")
-        self.eh_proj = reader.whole("eh_proj.weight")
+        self.eh_proj = Linear(reader.whole("eh_proj.weight"))
         self.layer = DecoderLayer(config, config.num_hidden_layers, reader, tp, dcp)
         self.head_norm = reader.norm("shared_head.norm.weight")
 
@@ -36,4 +36,4 @@ class MtpLayer:
             ),
             dim=-1,
         )
-        return rms_norm(self.layer(F.linear(entrance, self.eh_proj), ctx), self.head_norm, self.eps)
+        return rms_norm(self.layer(self.eh_proj(entrance), ctx), self.head_norm, self.eps)
