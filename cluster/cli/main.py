@@ -32,13 +32,20 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    if version:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command("version")

@@ -1,0 +1,207 @@
+"""Batches against a scripted engine: order, errors of rows, bounds, interruption."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import Answer, ScriptedEngine
+
+from actors.requests import Request, RequestFailed
+from cluster.batch import BatchSummary, run_batch, runner
+from cluster.batch.files import count_rows, open_input, open_output
+from cluster.config import BUNDLED_CHECKPOINT
+from cluster.frontend import ModelFrontend
+from kernels_integration.errors import ConfigError, UnavailableError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def frontend() -> ModelFrontend:
+    return ModelFrontend.from_pretrained(
+        BUNDLED_CHECKPOINT, served_model_name="tiny-dsa", max_model_len=64, seed=0
+    )
+
+
+def row(custom_id: str = "a", url: str = COMPLETIONS, **body: Any) -> str:
+    body = body or {"prompt": "Hi"}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def echo(request: Request) -> Answer:
+    """The prompt without its beginning of text."""
+    return tuple(t for t in request.prompt_token_ids if t > 2)
+
+
+def run(
+    frontend: ModelFrontend,
+    lines: list[str | bytes],
+    *,
+    answer: Callable[[Request], Answer] = echo,
+    max_in_flight: int = 4,
+) -> tuple[list[dict[str, Any]], BatchSummary, ScriptedEngine]:
+    engine, written = ScriptedEngine(answer), []
+    summary = run_batch(
+        lines,
+        lambda line: written.append(json.loads(line)),
+        engine=engine,
+        frontend=frontend,
+        max_in_flight=max_in_flight,
+    )
+    return written, summary, engine
+
+
+def test_answers_have_openais_shape(frontend: ModelFrontend) -> None:
+    chat = [{"role": "user", "content": "Hello"}]
+    lines = [
+        row("c", CHAT, messages=chat, logprobs=True, top_logprobs=1, model="tiny-dsa"),
+        row("t", COMPLETIONS, prompt="one two", logprobs=1),
+    ]
+    [first, second], summary, _ = run(frontend, list(lines))
+    assert set(first) == {"id", "custom_id", "response", "error"}
+    assert (first["custom_id"], first["error"], first["response"]["status_code"]) == ("c", None, 200)
+    body = first["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", "tiny-dsa")
+    choice = body["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "Hello"}
+    assert choice["finish_reason"] == "length"
+    entry = choice["logprobs"]["content"][0]
+    assert entry["bytes"] == list(entry["token"].encode())
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5]
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    text = second["response"]["body"]["choices"][0]
+    assert text["text"] == "one two"
+    for start, token in zip(text["logprobs"]["text_offset"], text["logprobs"]["tokens"], strict=True):
+        assert text["text"][start:].startswith(token)
+    assert (summary.num_rows, summary.num_failed) == (2, 0)
+    assert summary.num_completion_tokens == sum(
+        r["response"]["body"]["usage"]["completion_tokens"] for r in (first, second)
+    )
+
+
+def test_answers_come_in_the_order_of_the_rows(frontend: ModelFrontend) -> None:
+    lines = [row(str(i), prompt=[3 + i]) for i in range(50)]
+    written, _, engine = run(frontend, list(lines), max_in_flight=7)
+    assert [r["custom_id"] for r in written] == [str(i) for i in range(50)]
+    assert engine.most_in_flight == 7
+    assert [r.prompt_token_ids for r in engine.submitted] == [(3 + i,) for i in range(50)]
+
+
+def test_a_slow_row_bounds_what_is_kept(frontend: ModelFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted engine ends the newest first: the first row waits, at most a window runs ahead of it."""
+    monkeypatch.setattr(runner, "REORDER_WINDOW", 10)
+    written: list[str] = []
+    ahead: list[int] = []
+    engine = ScriptedEngine(echo)
+
+    def lines() -> Any:
+        for i in range(40):
+            ahead.append(i - len(written))
+            yield row(str(i))
+
+    run_batch(lines(), written.append, engine=engine, frontend=frontend, max_in_flight=3)
+    assert len(written) == 40
+    assert max(ahead) == 9
+
+
+BAD_ROWS: list[tuple[str | bytes, str | None, str]] = [
+    ("not json", None, "line 1 is not JSON"),
+    (b"\xff\xfe", None, "line 1 is not JSON"),
+    ("[1]", None, "line 1 holds a list; it must hold one JSON object"),
+    ("[" * 5000, None, "line 1 is not JSON"),
+    ('{"url": "/v1/completions", "body": {}}', None, "custom_id is missing"),
+    ('{"custom_id": 5, "url": "/v1/completions", "body": {}}', None, "custom_id is 5; it must be text"),
+    ('{"custom_id": "a", "body": {"prompt": "x"}}', "a", "url is missing"),
+    ('{"custom_id": "a", "url": "/v1/completions"}', "a", "body is missing"),
+    ('{"custom_id": "a", "url": "/v1/completions", "body": "x"}', "a", "body is 'x'; it must be an object"),
+    ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "a", "must be POST"),
+    (row("a", "/v1/embeddings"), "a", "it must be one of /v1/chat/completions, /v1/completions"),
+    (row("a", model="gpt", prompt="x"), "a", "the model served here is 'tiny-dsa'"),
+    (row("a", prompt="x", best_of=3), "a", "parameter best_of is 3, which is not supported"),
+    (row("a", prompt="x", top_p=7), "a", "top_p is 7; it must be a number above 0"),
+    (row("a", prompt="word " * 99), "a", "max_model_len 64"),
+]
+
+
+@pytest.mark.parametrize(("line", "custom_id", "words"), BAD_ROWS)
+def test_a_bad_row_is_answered_with_its_fault_and_the_batch_goes_on(
+    frontend: ModelFrontend, line: str | bytes, custom_id: str | None, words: str
+) -> None:
+    [bad, good], summary, engine = run(frontend, [line, row("good")])
+    assert bad["custom_id"] == custom_id
+    assert bad["error"]["code"] == "invalid_request"
+    assert words in bad["error"]["message"]
+    assert bad["response"]["status_code"] == 400
+    error = bad["response"]["body"]["error"]
+    assert (error["message"], error["type"]) == (bad["error"]["message"], "invalid_request_error")
+    assert error["param"]
+    assert good["error"] is None
+    assert (summary.num_rows, summary.num_failed, len(engine.submitted)) == (2, 1, 1)
+
+
+def test_a_custom_id_counts_once(frontend: ModelFrontend) -> None:
+    [_, again], summary, _ = run(frontend, [row("a"), "", "  \n", row("a")])
+    assert "custom_id 'a' is taken by an earlier row" in again["error"]["message"]
+    assert summary.num_rows == 2
+
+
+def test_a_request_that_fails_is_a_row_that_failed(frontend: ModelFrontend) -> None:
+    def answer(request: Request) -> Answer:
+        if request.request_id == "2":
+            return RequestFailed(request_id="2", code="overloaded", message="queue full")
+        return echo(request)
+
+    written, summary, _ = run(frontend, [row("a"), row("b"), row("c")], answer=answer)
+    assert [r["response"]["status_code"] for r in written] == [200, 429, 200]
+    assert written[1]["error"] == {"code": "overloaded", "message": "queue full"}
+    assert summary.num_failed == 1
+
+
+def test_a_lost_engine_ends_the_batch(frontend: ModelFrontend) -> None:
+    engine = ScriptedEngine(
+        lambda r: RequestFailed(request_id=r.request_id, code="unavailable", message="shard 1 is lost")
+    )
+    with pytest.raises(UnavailableError, match="shard 1 is lost"):
+        run_batch([row("a"), row("b"), row("c")], print, engine=engine, frontend=frontend, max_in_flight=2)
+    assert engine.aborted == ["1"], "the rows in flight are ended, the rest is not begun"
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
+    out, partial = tmp_path / "o.jsonl", tmp_path / "o.jsonl.partial"
+    with open_output(str(out)) as write:
+        write("é")
+        assert partial.read_text() == "é\n"
+        assert not out.exists()
+    assert out.read_text() == "é\n"
+    assert not partial.exists()
+
+    def interrupted() -> None:
+        with open_output(str(out)) as write:
+            write("new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert out.read_text() == "é\n", "an older result stays whole"
+    assert partial.read_text() == "new\n"
+
+
+def test_paths_that_do_not_work_are_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"--input .*none\.jsonl cannot be read"),
+        open_input(str(tmp_path / "none.jsonl")),
+    ):
+        pass
+    for path in (tmp_path / "no" / "o.jsonl", tmp_path):
+        with pytest.raises(ConfigError, match=r"--output .* cannot be written"), open_output(str(path)):
+            pass
+
+
+def test_rows_are_counted_for_the_progress_bar(tmp_path: Path) -> None:
+    file = tmp_path / "i.jsonl"
+    file.write_text("a\n\n b\nc")
+    assert count_rows(str(file)) == 3
+    assert count_rows("-") is None

@@ -1,0 +1,216 @@
+"""The command line without an engine: flags, messages, exit codes."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import __version__, doctor
+from cluster.cli import main
+from cluster.cli.generate import _Printer
+from cluster.cli.progress_line import ProgressLine
+from cluster.config import EngineArgs, ServeArgs
+from cluster.config.sources import flag_name, setting_of
+
+ROOT = Path(doctor.__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("LATENTRAY_SERVER", "LATENTRAY_CONFIG", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*argv: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(argv))
+    return int(caught.value.code or 0)
+
+
+def test_every_setting_is_a_flag_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, cls in (("serve", ServeArgs), ("generate", EngineArgs), ("batch", EngineArgs)):
+        assert run(command, "--help") == 0
+        text = " ".join(capsys.readouterr().out.split())
+        for field, info in cls.model_fields.items():
+            assert flag_name(field) in text
+            assert " ".join((info.description or "").split()) in text
+    for short in ("-tp", "-dcp", "-sc"):
+        assert f"{short}," in text
+
+
+def test_every_setting_has_a_rule() -> None:
+    for field in ServeArgs.model_fields:
+        assert setting_of(ServeArgs, field).rule
+
+
+def show(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert run("config", "show", "--json", *flags) == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return shown
+
+
+def test_flags_are_spelled_as_in_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = show(
+        capsys,
+        *("-tp", "4", "-dcp", "2", "--cp-kv-cache-interleave-size", "8", "--block-size=32"),
+        *("--speculative-config", '{"method":"mtp","num_speculative_tokens":2}', "--max-model-len", "100"),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-dtype", "float64"),
+        *("--dtype", "float64", "--attention-backend", "torch", "--seed", "9", "--host", "0.0.0.0"),
+        *("--port", "0", "--address", "auto", "--num-kv-blocks", "64"),
+    )
+    values = {name: setting["value"] for name, setting in shown.items()}
+    assert values["tensor_parallel_size"] == 4
+    assert values["decode_context_parallel_size"] == 2
+    assert values["cp_kv_cache_interleave_size"] == 8
+    assert values["num_speculative_tokens"] == 2
+    assert (values["block_size"], values["max_model_len"], values["seed"]) == (32, 100, 9)
+    assert (values["host"], values["port"], values["address"]) == ("0.0.0.0", 0, "auto")
+    assert shown["tensor_parallel_size"]["origin"] == "flag --tensor-parallel-size"
+    assert shown["num_speculative_tokens"]["origin"] == "flag --speculative-config"
+
+
+def test_file_environment_and_flag_in_one_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("tensor-parallel-size: 2\nblock-size: 4\nmax-num-seqs: 3\n")
+    monkeypatch.setenv("LATENTRAY_BLOCK_SIZE", "8")
+    shown = show(capsys, "--config", str(file), "--max-num-seqs", "5")
+    assert [shown[n]["value"] for n in ("tensor_parallel_size", "block_size", "max_num_seqs")] == [2, 8, 5]
+
+
+def test_config_show_is_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "show", "-tp", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["setting", "value", "from"]
+    assert any(line.split()[:2] == ["tensor_parallel_size", "2"] for line in lines)
+
+
+def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "schema") == 0
+    assert "tensor_parallel_size" in json.loads(capsys.readouterr().out)["properties"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "--tensor-paralel-size", "2"], "--tensor-parallel-size"),
+        (["servee"], "serve"),
+        (["batch", "-i", "x"], "--output"),
+        (["config", "show", "-tp", "3"], "use 1, 2, 4 or 8"),
+        (["config", "show", "-tp", "x"], "--tensor-parallel-size is 'x'; it must be a whole number >= 1"),
+        (["serve", "--model", "/nope"], "no such model path: /nope"),
+        (["generate", "x", "--temperature", "-1"], "temperature is -1.0"),
+        (["generate", "x", "--temperature", "warm"], "--temperature"),
+        (["generate", ""], "prompt is empty"),
+        (["generate", "x", "--executor", "cloud"], "executor is 'cloud'; it must be one of ray, inline"),
+        (
+            ["generate", "x", "--server", "h:1", "-tp", "2"],
+            "--tensor-parallel-size would configure an engine",
+        ),
+        (["batch", "-i", "/nope.jsonl", "-o", "-"], "--input /nope.jsonl cannot be read"),
+    ],
+)
+def test_a_mistake_is_a_message_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    assert run(*argv) == 2
+    captured = capsys.readouterr()
+    assert words in " ".join(captured.err.split())
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_an_unreachable_server_is_exit_code_4(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("status", "--server", "127.0.0.1:1") == 4
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_an_internal_fault_is_exit_code_5(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr("cluster.cli.config.effective_settings", broken)
+    assert run("config", "show") == 5
+    assert "ZeroDivisionError: boom" in capsys.readouterr().err
+
+
+def test_generate_without_a_prompt_says_how(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda _: True})())
+    assert run("generate") == 2
+    assert "no prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["version"], ["--version"]])
+def test_the_version(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert run(*argv) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_doctor_tells_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run("doctor", "--json", "--port", "0", "--kv-cache-memory-bytes", "1M")
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert list(checks) == [
+        *("python", "packages", "torch", "checkpoint", "tokenizer", "memory", "shared memory", "port", "ray")
+    ]
+    assert checks["checkpoint"]["status"] == "ok"
+    assert "14.3 M parameters" in checks["checkpoint"]["detail"]
+    assert code == (4 if any(check["status"] == "fail" for check in checks.values()) else 0)
+
+
+def test_doctor_names_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--model", "/nope", "--kv-cache-memory-bytes", "9999G", "--port", "0") == 4
+    assert "FAIL  checkpoint: no such model path: /nope" in capsys.readouterr().out
+    assert run("doctor", "--kv-cache-memory-bytes", "9999G", "--port", "0") == 4
+    assert "FAIL  memory: weights 54.5 MiB and KV cache 9.8 TiB" in capsys.readouterr().out
+
+
+def test_doctor_knows_the_dependencies() -> None:
+    """They are listed twice, because a cluster may run latentray uninstalled: the lists must agree."""
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {Requirement(text).name for text in project["dependencies"]} == set(doctor.DISTRIBUTIONS)
+
+
+def test_answers_are_printed_in_order_while_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+    done: Any = object()
+    printer = _Printer(show_prompts=True)
+    printer(1, "second ", None)
+    printer(0, "first ", None)
+    assert capsys.readouterr().out == "first "
+    printer(1, "ends", done)
+    assert capsys.readouterr().out == ""
+    printer(0, "ends", done)
+    assert capsys.readouterr().out == "ends\n\nsecond ends\n\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_at_a_terminal_and_few_in_a_log() -> None:
+    log, terminal = io.StringIO(), Terminal()
+    for stream in (log, terminal):
+        line = ProgressLine(stream)
+        for message in ("waiting for A (0 s)", "waiting for A (1 s)", "waiting for B (0 s)"):
+            line(message)
+        line.close()
+    assert [text.split("] ")[1] for text in log.getvalue().splitlines()] == [
+        "waiting for A (0 s)",
+        "waiting for B (0 s)",
+    ]
+    assert "\n" not in terminal.getvalue()
+    assert terminal.getvalue().count("\r") == 4
+    assert terminal.getvalue().endswith("\r\x1b[K")
