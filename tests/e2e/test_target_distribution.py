@@ -32,7 +32,14 @@ def _prompt() -> tuple[int, ...]:
 
 
 def _streams(params: dict) -> list[tuple[int, ...]]:
-    group = InlineGroup(group_config(num_speculative_tokens=3, max_num_seqs=64, max_num_batched_tokens=512))
+    config = group_config(
+        dtype="float32",
+        kv_cache_dtype="float32",
+        num_speculative_tokens=3,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+    )
+    group = InlineGroup(config)
     prompt, tokens = _prompt(), collections.defaultdict(list)
     for seed in range(NUM_STREAMS):
         group.submit(request(str(seed), prompt, seed=seed, max_tokens=3, **params))
