@@ -11,6 +11,8 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+import grpc
+from google.protobuf.message import Message
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -46,7 +48,7 @@ _LONG_TEXT = 8192
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """Every RPC of the service; those of later features are UNIMPLEMENTED by the generated base class."""
+    """Every RPC of the service; those of later features answer UNIMPLEMENTED at once."""
 
     def __init__(
         self,
@@ -183,6 +185,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 self._bundle = await asyncio.to_thread(TokenizerBundle, self._config.model_path)
             for chunk in self._bundle.chunks():
                 yield chunk
+
+    # The generated base answers UNIMPLEMENTED too, but with a traceback in the log for each call.
+    async def _not_built(self, request: Message, context: aio.ServicerContext) -> None:
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            f"{type(request).__name__} is not served by latentray yet",
+        )
+
+    Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _not_built
 
 
 def _remaining_s(context: aio.ServicerContext) -> float | None:
