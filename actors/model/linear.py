@@ -1,41 +1,35 @@
-"""The matrix product of a layer, with the weight in the layout that its dtype runs fastest in."""
+"""The matrix product of a layer, by the library that its size runs fastest in."""
 
 import torch
 from torch import Tensor
 
+ONEDNN_MIN_PRODUCTS = 1 << 20
+"""rows * in * out from which a float32 product goes to oneDNN instead of torch.mm (MKL).
+
+Measured on an AMD EPYC, one thread, us of (MKL, oneDNN): in 256, out 384: 1 row (16, 24), 8 (36, 29),
+32 (95, 69), 128 (265, 133); out 6144: 4 rows (619, 302), 128 (4861, 2121).
+"""
+
 
 class Linear:
-    """x [n, in] -> x W^T [n, out]; results differ between layouts by rounding only.
+    """x [n, in] -> x W^T [n, out].
 
-    float32 and bfloat16 on a CPU: packed for oneDNN. On an AMD CPU, one thread, out 384, in 256, a 32-row
-    float32 product takes 48 us against 77 to 130 us of torch.mm (MKL), 128 rows 120 us against 250 us.
-    Else: W^T contiguous, which a product of few rows reads up to twice as fast as W.
+    W^T is kept contiguous: a product of one row reads it up to twice as fast as W.
     """
 
-    __slots__ = ("_packed", "_transposed")
+    __slots__ = ("_onednn", "_size", "_transposed", "_weight")
 
     def __init__(self, weight: Tensor) -> None:
-        """weight [out, in], as checkpoints hold it; not kept."""
-        self._packed = _pack(weight) if _can_pack(weight) else None
-        self._transposed = weight.t().contiguous() if self._packed is None else None
+        """weight [out, in], as checkpoints hold it; copied."""
+        self._transposed = weight.t().contiguous()
+        self._weight = self._transposed.t()
+        self._size = weight.numel()
+        # bfloat16 goes to oneDNN by torch.mm itself, float64 has no kernel there.
+        self._onednn = weight.dtype is torch.float32 and weight.device.type == "cpu" and torch._C._has_mkldnn
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is not None:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        rows = x.shape[0]
+        if self._onednn and rows > 1 and rows * self._size >= ONEDNN_MIN_PRODUCTS:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
             return product
-        assert self._transposed is not None
         return x @ self._transposed
-
-
-def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
-        return False
-    if weight.dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype is torch.float32
-
-
-def _pack(weight: Tensor) -> Tensor:
-    # No row count as a hint: a layout for 1 or for 128 rows is slower at the other end than the neutral one.
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    return packed
