@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from cluster import __version__
-from cluster.cli import batch, config, doctor, generate, serve, status
+from cluster.cli import batch, config, demo, doctor, generate, serve, status
 from cluster.errors import EXIT_INTERNAL, outcome
 from kernels_integration.errors import LatentrayError
 
@@ -24,6 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("batch")(batch.batch)
