@@ -65,8 +65,8 @@ def philox4x32(counter: "Words4[Word]", key: tuple[Word, Word], rounds: int = 10
     return x0, x1 & MASK32, x2, x3 & MASK32
 
 
-def round_key(key: tuple[Word, Word], round_number: int) -> tuple[Word, Word]:
-    """The key of a round; only the low 32 bits of each word count."""
+def round_key(key: tuple[Word, Word], round_number: "Word | int") -> tuple[Word, Word]:
+    """The key of a round, or of several; only the low 32 bits of each word count."""
     return key[0] + round_number * _WEYL_0, key[1] + round_number * _WEYL_1
 
 

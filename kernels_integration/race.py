@@ -8,6 +8,10 @@ arrives by -log(1 - rho) at the latest, since w <= 1 and -log(1 - rho w) / w gro
 ratio is above that cannot win. One or two per row remain; they alone are compared by s + g in float64, so
 the elimination decides nothing: it only has to be safe, and its slack covers float32.
 
+Leaving out tokens too far below the best (MAX_GUMBEL - MIN_GUMBEL = 26) before the random bits does not
+pay: on the bundled checkpoint 97 % of the tokens lie within that at temperature 1, and 77 %, in 92 % of the
+blocks of four, at 0.7.
+
 Shape legend: R rows, V tokens of the slice, K tokens that may win.
 """
 

@@ -86,6 +86,9 @@ def _draw(logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collective
         return _best_of_ranks(value.double(), column + vocab_start, comm)
 
     filtered = rows.cuts().active(comm.size * logits.shape[1]) & ~greedy
+    if not bool((greedy | filtered).any()):
+        scaled = logits / rows.temperature.to(logits.dtype).unsqueeze(1)
+        return _best_of_ranks(*race(scaled, vocab_start, rows.seed, rows.position), comm)
     tokens = torch.empty_like(rows.seed)
     whole = (~filtered).nonzero().squeeze(1)
     if len(whole):
