@@ -1,27 +1,30 @@
 """Decode context parallelism: which rank holds which KV token, and how the ranks' attention is merged.
 
 W = ranks of the DCP group, r = rank, S = interleave in tokens, g = global position, j = local index.
-The arithmetic takes Python ints and integer tensors alike (tensors broadcast).
+The arithmetic takes Python ints, NumPy arrays and integer tensors alike (arrays broadcast).
 """
 
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels_integration.collectives import Collectives
 from kernels_integration.errors import ConfigError
 
 IntLike = TypeVar("IntLike", int, Tensor)
+Positions = TypeVar("Positions", int, Tensor, NDArray[np.int64])
 
 
-def owner(g: IntLike, W: int, S: int) -> IntLike:
+def owner(g: Positions, W: int, S: int) -> Positions:
     """The rank that holds global position g."""
     return (g // S) % W
 
 
-def local_index(g: IntLike, W: int, S: int) -> IntLike:
+def local_index(g: Positions, W: int, S: int) -> Positions:
     """The index of global position g among its owner's tokens."""
     return (g // (S * W)) * S + g % S
 
@@ -66,10 +69,10 @@ class DcpGroup:
     def rank(self) -> int:
         return self.comm.rank
 
-    def owner(self, g: IntLike) -> IntLike:
+    def owner(self, g: Positions) -> Positions:
         return owner(g, self.comm.size, self.interleave)
 
-    def local_index(self, g: IntLike) -> IntLike:
+    def local_index(self, g: Positions) -> Positions:
         return local_index(g, self.comm.size, self.interleave)
 
     def global_position(self, j: IntLike) -> IntLike:

@@ -22,6 +22,7 @@ from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
+from kernels_integration.logprobs import Logprobs
 from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
 from kernels_integration.sampling import Sampled, sample
@@ -228,11 +229,14 @@ def _output(step: StepInput, rows: StepRows, drafts: Tensor, sampled: Sampled) -
         drafts=draft_ids.astype(np.int32),
         tokens=tokens.astype(np.int32),
         length=rows.lengths(draft_ids, tokens),
-        logprobs=logprobs
-        and TokenLogprobs(
-            sampled=logprobs.sampled.numpy().astype(np.float32),
-            top_ids=logprobs.top_ids.numpy().astype(np.int32).reshape(-1),
-            top_values=logprobs.top_values.numpy().astype(np.float32).reshape(-1),
-            num_top=logprobs.top_ids.shape[1],
-        ),
+        logprobs=None if logprobs is None else _logprobs_message(logprobs),
+    )
+
+
+def _logprobs_message(logprobs: Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        sampled=logprobs.sampled.numpy().astype(np.float32),
+        top_ids=logprobs.top_ids.numpy().astype(np.int32).reshape(-1),
+        top_values=logprobs.top_values.numpy().astype(np.float32).reshape(-1),
+        num_top=logprobs.top_ids.shape[1],
     )
