@@ -76,41 +76,26 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     ) -> None:
         async with errors_as_status(context, "Generate"):
             self._last_received_at_s = time.time()
-            deadline_s = _remaining_s(context)
+            _require_time_left(context)
             if self._health.draining:
                 raise UnavailableError("the server is draining and takes no new requests; ask another one")
             request_id = request.request_id or f"generate-{uuid.uuid4().hex}"
             live = LiveRequest()
-            await self.live.run(
-                request_id, live, self._generate(request_id, request, live, context, deadline_s)
-            )
+            await self.live.run(request_id, live, self._generate(request_id, request, live, context))
 
     async def _generate(
-        self,
-        request_id: str,
-        message: pb.GenerateRequest,
-        live: LiveRequest,
-        context: aio.ServicerContext,
-        deadline_s: float | None,
+        self, request_id: str, message: pb.GenerateRequest, live: LiveRequest, context: aio.ServicerContext
     ) -> None:
-        # gRPC cancels the call at its deadline as well, but the client alone learns why.
-        try:
-            async with asyncio.timeout(deadline_s) as deadline:
-                request = await self._validated(request_id, message)
-                live.num_prompt_tokens = len(request.prompt_token_ids)
-                answer = Answer(stream=message.stream, hold_back=self._hold_back(request))
-                await context.send_initial_metadata(_metadata(request))
-                async with aclosing(self._group.generate(request)) as updates:
-                    async for update in updates:
-                        live.answered = True
-                        for response in answer.messages(update):
-                            await self._write(response, context)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise DeadlineExceededError(
-                f"the deadline passed after {deadline_s:.3f} s; allow more time or ask for fewer tokens"
-            ) from error
+        """Runs as a task that is cancelled with the call: by the client, its deadline, Abort or the drain."""
+        request = await self._validated(request_id, message)
+        live.num_prompt_tokens = len(request.prompt_token_ids)
+        answer = Answer(stream=message.stream, hold_back=self._hold_back(request))
+        await context.send_initial_metadata(_metadata(request))
+        async with aclosing(self._group.generate(request)) as updates:
+            async for update in updates:
+                live.answered = True
+                for response in answer.messages(update):
+                    await self._write(response, context)
 
     async def _validated(self, request_id: str, message: pb.GenerateRequest) -> Request:
         require_message_fits(
@@ -196,12 +181,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _not_built
 
 
-def _remaining_s(context: aio.ServicerContext) -> float | None:
-    """Seconds to the call's deadline. Errors: DeadlineExceededError when it has passed."""
+def _require_time_left(context: aio.ServicerContext) -> None:
+    """Errors: DeadlineExceededError when the deadline has passed. One that comes later cancels the call."""
     remaining_s: float | None = context.time_remaining()
     if remaining_s is not None and remaining_s <= 0:
         raise DeadlineExceededError("the deadline had passed when the request arrived; allow more time")
-    return remaining_s
 
 
 def _metadata(request: Request) -> tuple[tuple[str, str], ...]:

@@ -198,6 +198,13 @@ async def test_a_busy_port_is_refused_with_its_number_and_a_fix(serve, host):
         await serve(ScriptedGroup(), host=host, port=server.port)
 
 
+async def test_two_servers_that_start_at_once_do_not_share_a_port(serve, monkeypatch):
+    monkeypatch.setattr("cluster.gateway.server.require_free", lambda host, port: None)  # lost the race
+    server = await serve(ScriptedGroup())
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{server.port}"):
+        await serve(ScriptedGroup(), port=server.port)
+
+
 async def test_a_port_of_another_program_is_refused_as_well(serve):
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match="in use"):
         await serve(ScriptedGroup(), port=other.getsockname()[1])
