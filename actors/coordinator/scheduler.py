@@ -126,7 +126,7 @@ class Scheduler:
         return True
 
     def _verify(self, request: RequestState, max_rows: int) -> ScheduledRows:
-        """The anchor and as many drafts as policy, limit, rows and blocks allow; none costs a preemption."""
+        """The anchor and as many drafts as policy, limit, rows and blocks allow: they preempt nobody."""
         num_tokens = len(request.tokens)
         k = min(
             self._draft_policy(request) if self._max_drafts else 0,

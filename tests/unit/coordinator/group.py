@@ -43,8 +43,11 @@ class Group:
 
     def send(self) -> bool:
         """Schedule one step; the message is now in flight."""
+        num_preemptions = self.coordinator.stats().num_preemptions
         message = self.coordinator.schedule()
         if message is not None:
+            if self.coordinator.stats().num_preemptions > num_preemptions:
+                assert not message.admit, "a step that preempts must not admit"
             self.sent.append(decode_input(encode(message)))
         return message is not None
 

@@ -54,7 +54,7 @@ def test_any_cutting_gives_the_whole_text(ids, sizes, skip_special_tokens) -> No
 
 @pytest.mark.slow
 @given(ids_of_any_kind, st.booleans())
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=5_000, deadline=None)
 def test_any_cutting_gives_the_whole_text_often(ids, skip_special_tokens) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
     assert "".join(pieces(TOKENIZER, [[i] for i in ids], skip_special_tokens=skip_special_tokens)) == whole
@@ -78,6 +78,14 @@ def test_broken_bytes_come_out_while_the_run_goes_on() -> None:
     assert text == "\ufffd" * 99
     assert detokenizer.finish() == "\ufffd"
     assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("num_special", [1, 10, 30, 100])
+def test_a_character_around_skipped_special_tokens(num_special) -> None:
+    first, *rest = TOKENIZER.encode("你", add_special_tokens=False).ids
+    ids = [*[40] * 20, first, *[3] * num_special, *rest, *[41] * 30]
+    assert len(rest) > 0
+    assert "".join(pieces(TOKENIZER, [[i] for i in ids])) == TOKENIZER.decode(ids)
 
 
 @pytest.mark.parametrize("token_id", [BYTES[0], BYTES[-1], 3, VOCAB + 1, 40])

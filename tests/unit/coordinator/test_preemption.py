@@ -1,7 +1,7 @@
 """Pools so small that requests push each other out at every point of their lives."""
 
 import pytest
-from fake_shard import stream
+from fake_shard import anti_oracle, stream
 from group import Group, group_config, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,7 +69,26 @@ def test_the_youngest_is_preempted_and_comes_back_as_chunks() -> None:
     assert group.tokens("r1") == stream([1, 7], 5, 8)
 
 
-def test_drafts_never_cost_a_preemption() -> None:
+def test_a_step_that_preempts_does_not_admit() -> None:
+    """The victim held blocks for drafts too: what it frees would let it straight back in."""
+    wanted = {"r0": 0, "r1": 8}
+    group = Group(
+        group_config(block_size=1, num_kv_blocks=28, num_speculative_tokens=8),
+        draft=anti_oracle,
+        draft_policy=lambda state: wanted[state.request.request_id],
+    )
+    for i in range(2):
+        group.coordinator.submit(request(f"r{i}", [i, 7], max_tokens=25))
+    while group.coordinator.stats().num_preemptions == 0:
+        assert group.send()
+        group.report()
+    assert group.sent[-1].admit == ()
+    assert group.coordinator._blocks.num_free > len(group.coordinator._live["r1"].tokens)
+    group.run()
+    assert group.tokens("r1") == stream([1, 7], 5, 25)
+
+
+def test_drafts_preempt_nobody() -> None:
     """Eight drafts want nine blocks, of which two requests find fewer and fewer: k shrinks, nobody leaves."""
     group = run_in_pool(32, [[1, 2], [3, 4]], 15, block_size=1, num_speculative_tokens=8)
     assert group.coordinator.stats().num_preemptions == 0

@@ -222,4 +222,4 @@ def test_random_lives() -> None:
 
 @pytest.mark.slow
 def test_many_random_lives() -> None:
-    _run(max_examples=1500, steps=60)
+    _run(max_examples=600, steps=60)
