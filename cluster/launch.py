@@ -31,8 +31,6 @@ PLACEMENT_TIMEOUT_S = 30.0
 """How long to wait for room in a cluster (an autoscaler may be adding a node)."""
 _STOP_TIMEOUT_S = 3.0
 _EPOCH = 0
-_SPARE_CPUS = 1
-"""Of a local cluster, beyond the group's: for a gateway."""
 
 
 def launch_group(
@@ -52,7 +50,7 @@ def launch_group(
     """
     bundles = placement.bundles_of(config.tensor_parallel_size)
     with _ticking(progress, "Ray to start" if address is None else f"the Ray cluster at {address}"):
-        session = RaySession(address, num_cpus=len(bundles) + _SPARE_CPUS)
+        session = RaySession(address)
     group = _Group(session)
     try:
         group.start(config, bundles, progress, num_threads, placement_timeout_s)

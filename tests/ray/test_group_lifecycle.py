@@ -1,0 +1,160 @@
+"""How groups start, fail and end: faults, stop, clusters too small, drivers that vanish."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from groups import eventually, group_config, is_alive, processes_with, requests, served_tokens
+
+from cluster.group_client import GroupClient
+from cluster.launch import GroupHandle, launch_group
+from kernels_integration.errors import CheckpointError, ClusterTooSmallError, ConfigError, UnavailableError
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def lost_group() -> Iterator[GroupHandle]:
+    """A group of its own for a test that breaks it."""
+    with launch_group(group_config(2, 1), address="local") as handle:
+        yield handle
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_lost_shard_fails_live_requests_and_health_within_5_s(
+    lost_group: GroupHandle, fault: signal.Signals
+) -> None:
+    async with GroupClient(lost_group.request_address) as client:
+        live = asyncio.create_task(served_tokens(client, requests(400, ignore_eos=True)))
+        await eventually(lambda: client.stats is not None and client.stats.running == 6, 5)
+        pids = lost_group.process_ids()
+        os.kill(pids["shard 1"], fault)
+        start_s = time.monotonic()
+        with pytest.raises(UnavailableError):
+            await live
+        await eventually(lambda: not client.healthy, 5)
+        assert time.monotonic() - start_s < 5
+        assert "lost" in client.message
+        with pytest.raises(UnavailableError, match="lost"):
+            await served_tokens(client, requests()[:1])
+        await eventually(lambda: lost_group.failure is not None, 2)
+        await eventually(lambda: not any(map(is_alive, (pids["shard 0"], pids["shard 1"]))), 5)
+    start_s = time.monotonic()
+    lost_group.stop()
+    assert time.monotonic() - start_s < 10
+    assert not is_alive(pids["coordinator"])
+
+
+async def test_two_groups_share_a_local_cluster_until_the_last_ends() -> None:
+    first = launch_group(group_config(1, 1), address="local")
+    second = launch_group(group_config(1, 1), address="local")
+    first.stop()
+    async with GroupClient(second.request_address) as client:
+        assert (await served_tokens(client, requests(4)[:1])).keys() == {"0-0"}
+    second.stop()
+    assert not ray.is_initialized()
+
+
+def test_stop_leaves_no_process_no_file_and_no_memory() -> None:
+    before = {path.name for path in Path("/dev/shm").glob("latentray-*")}
+    handle = launch_group(group_config(2, 2), address="local")
+    pids = handle.process_ids()
+    [folder] = {str(path) for path in Path("/tmp").glob("latentray-*") if processes_with(str(path))}
+    assert len(pids) == 3
+    handle.stop()
+    handle.stop()
+    assert not any(map(is_alive, pids.values()))
+    assert processes_with(folder) == {}
+    assert not Path(folder).exists()
+    assert {path.name for path in Path("/dev/shm").glob("latentray-*")} == before
+    assert not ray.is_initialized()
+
+
+def test_an_unreadable_checkpoint_is_reported_as_such(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        launch_group(group_config(2, 1, model_path=str(tmp_path)), address="local")
+    assert not ray.is_initialized()
+
+
+def test_a_cluster_too_small_names_the_bundle_and_the_nodes() -> None:
+    messages: list[str] = []
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    try:
+        with pytest.raises(
+            ClusterTooSmallError,
+            match=r"5 bundles are needed, 3 fit, and the one of shard 2 \(1 CPU\) fits on no node: "
+            r"node [\d.]+ has 3 of 3 CPUs free; add nodes",
+        ):
+            launch_group(group_config(4, 1), placement_timeout_s=1.5, progress=messages.append)
+        assert any("waiting for room in the Ray cluster" in message for message in messages)
+        assert ray.is_initialized(), "a connection that was there before stays"
+        assert ray.available_resources()["CPU"] == 3
+    finally:
+        ray.shutdown()
+
+
+def test_no_cluster_at_the_address_is_found_out_at_once() -> None:
+    start_s = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"no Ray cluster can be joined at address 127\.0\.0\.1:1"):
+        launch_group(group_config(1, 1), address="127.0.0.1:1")
+    with pytest.raises(ConfigError, match="Ray Client"):
+        launch_group(group_config(1, 1), address="ray://127.0.0.1:10001")
+    assert time.monotonic() - start_s < 10
+
+
+def test_the_callers_sigterm_handler_stays() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        launch_group(group_config(1, 1), address="local").stop()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("ending", ["return", "raise", "terminate"])
+def test_a_driver_that_ends_without_stop_leaves_nothing(tmp_path: Path, ending: str) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import json, os, signal, sys
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            from groups import group_config
+            from cluster.launch import launch_group
+
+            handle = launch_group(group_config(1, 1), address="local")
+            print(json.dumps(handle.process_ids()), flush=True)
+            if {ending!r} == "raise":
+                raise KeyError("the driver's own fault")
+            if {ending!r} == "terminate":
+                os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+    )
+    # From another folder: the workers find the packages although neither it nor the script's has them.
+    driver = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert driver.stdout.startswith("{"), driver.stderr
+    pids = json.loads(driver.stdout)
+    deadline_s = time.monotonic() + 15
+    while any(map(is_alive, pids.values())):
+        assert time.monotonic() < deadline_s, "actors outlive their driver"
+        time.sleep(0.1)
