@@ -32,7 +32,7 @@ class Indexer:
         self.weights_proj = reader.whole("weights_proj.weight", exact).t() * self.num_heads**-0.5
         halves = not config.indexer_rope_interleave
         order = halves_to_pairs(self.head_dim, self.rotary_dim) if halves else torch.arange(self.head_dim)
-        self.wk = reader.whole("wk.weight")[order]
+        self.dim_order = order
         self.k_norm_weight = reader.norm("k_norm.weight")[order]
         self.k_norm_bias = reader.norm("k_norm.bias")[order]
         wq_b = reader.whole("wq_b.weight").view(self.num_heads, self.head_dim, -1)

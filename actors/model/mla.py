@@ -56,7 +56,7 @@ class LatentAttention:
         # What multiplies x is one matrix: [Wqa | Wkva | Wk of the indexer].
         down = [reader.whole("q_a_proj.weight"), reader.whole("kv_a_proj_with_mqa.weight")]
         if self.indexer is not None:
-            down.append(self.indexer.wk)
+            down.append(reader.whole("indexer.wk.weight")[self.indexer.dim_order])
         self.down_proj = Linear(torch.cat(down))
         self.q_b_proj = Linear(reader.rows("q_b_proj.weight"))
         kv_b = reader.rows("kv_b_proj.weight").view(self.num_heads, -1, config.kv_lora_rank)
@@ -79,14 +79,14 @@ class LatentAttention:
         index_key = self.indexer.key(down[:, kv_end:], ctx.rope) if self.indexer is not None else None
         ctx.cache.write(self.layer, ctx.rows, latent, index_key)
 
-        if ctx.dense_plan is not None or self.indexer is None:
-            assert ctx.dense_plan is not None, "without an indexer every pass is dense"
-            plan = ctx.dense_plan
-        else:
-            keys = ctx.cache.index_keys(self.layer)
-            plan = ctx.planner.plan(self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp))
+        plan = ctx.dense_plan if ctx.dense_plan is not None else self._sparse_plan(x, cq, ctx)
         q = self._absorb(self.q_b_proj(cq).view(x.shape[0], self.num_heads, -1), ctx.rope)
         return self._output(self._attend(plan, q, ctx.cache.latent(self.layer)))
+
+    def _sparse_plan(self, x: Tensor, cq: Tensor, ctx: PassContext) -> SparseMLAPlan:
+        assert self.indexer is not None, "without an indexer every pass is dense"
+        keys = ctx.cache.index_keys(self.layer)
+        return ctx.planner.plan(self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp))
 
     def _absorb(self, query: Tensor, rope: Tensor) -> Tensor:
         """[q' | rotated q_rope] [T, H, C + R] from [q_nope | q_rope] [T, H, N + R]."""

@@ -94,7 +94,10 @@ class Model:
         return self.embed_tokens.dtype
 
     def forward(self, token_ids: Tensor, rows: RowBatch, cache: KVCache, planner: StepPlanner) -> Tensor:
-        """h [T, hidden], after the final norm, of token_ids [T] int64. Stores the KV of the rows it owns."""
+        """h [T, hidden], after the final norm, of token_ids [T] int64 (T >= 1).
+
+        Stores the KV of the rows that this rank owns, then attends to it.
+        """
         ctx = self._context(rows, cache, planner)
         h = self._embed(token_ids)
         for layer in self.layers:
