@@ -292,19 +292,22 @@ async def test_a_request_whose_deadline_passed_before_the_server_looked_reaches_
     group = ScriptedGroup()
     server = await serve(group)
 
+    connected, go = threading.Event(), threading.Event()
+
     def ask() -> grpc.StatusCode:
         with grpc.insecure_channel(server.address) as channel:
             stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
             stub.HealthCheck(pb.HealthCheckRequest())
             connected.set()
+            go.wait()
             with pytest.raises(grpc.RpcError) as caught:
                 list(stub.Generate(request(), timeout=0.2))
             return caught.value.code()
 
-    connected = threading.Event()
     asking = asyncio.create_task(asyncio.to_thread(ask))
     await until(connected.is_set)
-    time.sleep(0.5)  # the server's loop is busy meanwhile
+    go.set()
+    time.sleep(0.5)  # the server's loop is busy while the request arrives and expires
     assert await asking is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.sleep(0.1)
     assert not group.requests
