@@ -27,6 +27,8 @@ class GroupConfig:
     """Storage of the cache; the same names."""
     attention_backend: str = "torch"
     seed: int = 0
+    trace: bool = False
+    """Record where the time of steps goes, on the coordinator and on every shard."""
 
     @property
     def tokens_per_block(self) -> int:

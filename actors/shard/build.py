@@ -9,6 +9,7 @@ from actors.shard.shard import Shard
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
+from kernels_integration.spans import SpannedCollectives, Spans
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -19,6 +20,9 @@ def build_shard(config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives) 
     tp: all ranks of the group; dcp_comm: the ranks of this rank's DCP group (consecutive TP ranks).
     Errors: CheckpointError naming every tensor that does not fit.
     """
+    spans = Spans(is_on=config.trace)
+    if config.trace:
+        tp, dcp_comm = SpannedCollectives(tp, spans), SpannedCollectives(dcp_comm, spans)
     model_config = ModelConfig.from_pretrained(config.model_path)
     dcp = DcpGroup(interleave=config.cp_kv_cache_interleave_size, comm=dcp_comm)
     with_mtp = config.num_speculative_tokens > 0
@@ -32,4 +36,4 @@ def build_shard(config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives) 
         index_dim=model_config.index_head_dim,
         dtype=DTYPES[config.kv_cache_dtype],
     )
-    return Shard(config, model, cache, tp=tp, dcp=dcp, num_parts=torch.get_num_threads())
+    return Shard(config, model, cache, tp=tp, dcp=dcp, num_parts=torch.get_num_threads(), spans=spans)

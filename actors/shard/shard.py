@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.profiler import record_function
 
 from actors.config import GroupConfig
 from actors.messages import StepInput, StepOutput, TokenLogprobs
@@ -26,6 +25,7 @@ from kernels_integration.logprobs import Logprobs
 from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
 from kernels_integration.sampling import Sampled, sample
+from kernels_integration.spans import Span, Spans
 
 PENDING_CAPACITY = 32
 """Rows per slot that may wait for the MTP layer (R in contracts/mtp.md)."""
@@ -49,6 +49,7 @@ class Shard:
         tp: Collectives,
         dcp: DcpGroup,
         num_parts: int,
+        spans: Spans,
     ) -> None:
         self._config = config
         self._model = model
@@ -56,6 +57,7 @@ class Shard:
         self._tp = tp
         self._dcp = dcp
         self._num_parts = num_parts
+        self._spans = spans
         self._tables = BlockTables(
             num_slots=config.max_num_seqs,
             max_model_len=config.max_model_len,
@@ -80,18 +82,22 @@ class Shard:
         """
         rows = StepRows.of(step)
         self._apply(step, rows)
-        with record_function("draft"):
+        with self._spans("draft"):
             drafts = self._draft(rows)
-        with record_function("verify"):
+        with self._spans("verify"):
             hidden = self._verify(step, rows, drafts)
-        with record_function("sample"):
+        with self._spans("sampling"):
             sampled = self._sample(rows, hidden)
         if self._tp.rank == 0:
             report(_output(step, rows, drafts, sampled))
         if self._config.num_speculative_tokens:
-            with record_function("prompt_fill"):
+            with self._spans("prompt_fill"):
                 self._fill_prompt(step, rows, hidden)
                 self._keep_hidden(rows, hidden)
+
+    def take_spans(self) -> list[Span]:
+        """Where the time went since the last call; empty unless the group is traced."""
+        return self._spans.take()
 
     def _apply(self, step: StepInput, rows: StepRows) -> None:
         """Admissions, new blocks and accepted tokens."""
@@ -167,8 +173,9 @@ class Shard:
         return sample(self._model.logits(hidden), self._model.vocab_start, sampling, self._tp)
 
     def _sample_tokens(self, state: Tensor, slots: Int64s, positions: Int64s) -> Tensor:
-        sampling = self._sampling.rows(slots, positions, with_logprobs=False)
-        return sample(self._model.logits(state), self._model.vocab_start, sampling, self._tp).tokens
+        with self._spans("sampling"):
+            sampling = self._sampling.rows(slots, positions, with_logprobs=False)
+            return sample(self._model.logits(state), self._model.vocab_start, sampling, self._tp).tokens
 
     def _fill_prompt(self, step: StepInput, rows: StepRows, hidden: Tensor) -> None:
         """Run the MTP layer over the chunks' own rows: slot p from h[p-1] and t[p]; slot 0 stays empty."""

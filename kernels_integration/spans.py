@@ -1,0 +1,90 @@
+"""Where a step's time goes: named spans of host time, recorded by one thread."""
+
+import time
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kernels_integration.collectives import Collectives
+
+MAX_SPANS = 200_000
+"""The newest are kept: about 15 MB."""
+
+
+class Span(NamedTuple):
+    """One stretch of work; spans nest. start_ns: the monotonic clock, which a node's processes share."""
+
+    name: str
+    start_ns: int
+    duration_ns: int
+
+
+class Spans:
+    """A recorder for one thread. Switched off it costs one call a span.
+
+    with spans("attention"): ...
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._off = nullcontext()
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        return _OpenSpan(name, self._spans) if self._is_on else self._off
+
+    def take(self) -> list[Span]:
+        """What was recorded since the last call, in the order of ending. Callable from another thread."""
+        taken = []
+        while self._spans:
+            taken.append(self._spans.popleft())
+        return taken
+
+
+class _OpenSpan(AbstractContextManager[None]):
+    __slots__ = ("_name", "_spans", "_start_ns")
+
+    def __init__(self, name: str, spans: deque[Span]) -> None:
+        self._name = name
+        self._spans = spans
+
+    def __enter__(self) -> None:
+        self._start_ns = time.monotonic_ns()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._spans.append(Span(self._name, self._start_ns, time.monotonic_ns() - self._start_ns))
+
+
+class SpannedCollectives:
+    """Collectives whose operations, waiting included, are spans named "collectives"."""
+
+    def __init__(self, comm: Collectives, spans: Spans) -> None:
+        self._comm = comm
+        self._spans = spans
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        return self._comm.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        with self._spans("collectives"):
+            return self._comm.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        with self._spans("collectives"):
+            return self._comm.all_gather(x)
+
+    def close(self) -> None:
+        self._comm.close()
