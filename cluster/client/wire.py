@@ -105,6 +105,11 @@ def to_error(error: grpc.RpcError, target: str) -> LatentrayError:
             f"no server can be reached at {target} ({message}); start one with `latentray serve`, "
             "or check host and port"
         )
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+        # gRPC's own words for a message far beyond the server's limit; no retry helps.
+        return InvalidRequestError(
+            f"{message}; shorten the request, or raise --max-message-size of the server", field="message"
+        )
     return _BY_STATUS.get(status, LatentrayError)(f"{status.name}: {message}")
 
 

@@ -124,6 +124,14 @@ async def test_errors_come_back_by_kind(serve, stream):
             await ask(client, [1], request_id="twice")
 
 
+@pytest.mark.parametrize("num_tokens", [2100, 50_000])  # refused by the server; by gRPC before it
+async def test_too_large_a_message_names_the_flag(serve, num_tokens):
+    server = await serve(ScriptedGroup(), max_message_bytes=2000)
+    async with AsyncClient(server.address, decode=False) as client:
+        with pytest.raises(InvalidRequestError, match="--max-message-size"):
+            await client.generate([5] * num_tokens, stream=False)
+
+
 async def test_no_server_is_unavailable_and_names_the_target(serve):
     server = await serve(ScriptedGroup())
     await server.stop(drain_s=0)
