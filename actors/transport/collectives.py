@@ -2,7 +2,6 @@
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed
 
@@ -10,9 +9,7 @@ from actors.shard_spec import CollectivesSpec
 from actors.transport.network import interface_of
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.shared_memory import SharedMemoryCollectives
-
-if TYPE_CHECKING:
-    from kernels_integration.collectives.torch_distributed import TorchCollectives
+from kernels_integration.collectives.torch_distributed import TorchCollectives
 
 # A collective waits at least as long as one rank may lag behind inside a step; a dead peer is found
 # by heartbeats long before this.
@@ -37,18 +34,19 @@ def join_collectives(
             return tp, solo if dcp_size == 1 else tp
         return tp, SharedMemoryCollectives(f"{spec.name}-dcp{dcp_set}", dcp_rank, dcp_size)
     _init_gloo(spec.init_method, rank, size, node_ip)
-    world = _gloo_set(range(size))
+    world = TorchCollectives(_gloo_group(range(size)))
     if dcp_size in (1, size):
         return world, solo if dcp_size == 1 else world
-    # Every rank creates every set, in the same order.
-    sets = [_gloo_set(range(first, first + dcp_size)) for first in range(0, size, dcp_size)]
-    return world, sets[dcp_set]
+    # Every rank creates the group of every set, in the same order.
+    groups = [_gloo_group(range(first, first + dcp_size)) for first in range(0, size, dcp_size)]
+    return world, TorchCollectives(groups[dcp_set])
 
 
-def _gloo_set(ranks: range) -> "TorchCollectives":
-    from kernels_integration.collectives.torch_distributed import TorchCollectives
-
-    return TorchCollectives(torch.distributed.new_group(ranks, timeout=_GLOO_TIMEOUT, backend="gloo"))
+def _gloo_group(ranks: range) -> torch.distributed.ProcessGroup:
+    group: torch.distributed.ProcessGroup = torch.distributed.new_group(
+        ranks, timeout=_GLOO_TIMEOUT, backend="gloo"
+    )
+    return group
 
 
 def _init_gloo(init_method: str, rank: int, size: int, node_ip: str) -> None:

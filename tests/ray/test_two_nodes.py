@@ -1,0 +1,68 @@
+"""A group whose shards lie on two nodes, over gloo, in network namespaces."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from groups import inline_tokens, requests
+from network_cluster import NetworkCluster, missing_requirement
+
+_MISSING = missing_requirement()
+pytestmark = [pytest.mark.ray, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
+
+DRIVER = str(Path(__file__).with_name("two_node_driver.py"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[NetworkCluster]:
+    # The coordinator and two shards fit on the head, two shards on the other node.
+    with NetworkCluster(tmp_path, num_nodes=2, num_cpus=3) as cluster:
+        yield cluster
+
+
+def test_streams_over_two_nodes_equal_those_of_one_rank(cluster: NetworkCluster) -> None:
+    result = cluster.run(0, sys.executable, DRIVER)
+    assert result.returncode == 0, result.stderr
+    started, served, stopped = (json.loads(line) for line in result.stdout.splitlines())
+    head, other = cluster.address(0), cluster.address(1)
+    assert started["ips"] == {
+        "coordinator": head,
+        "shard 0": head,
+        "shard 1": head,
+        "shard 2": other,
+        "shard 3": other,
+    }
+    assert started["collectives"] == "gloo"
+    assert "py_modules" in started["package"], "the nodes did not get the driver's packages"
+    assert served["tokens"] == inline_tokens(requests())
+    assert stopped["stop_s"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "cut"])
+def test_a_lost_node_fails_live_requests_within_5_s(cluster: NetworkCluster, fault: str) -> None:
+    driver = cluster.start(0, sys.executable, DRIVER, "watch")
+    try:
+        assert driver.stdout is not None
+        assert "gloo" in driver.stdout.readline()
+        assert json.loads(driver.stdout.readline()) == {"live": True}
+    except BaseException:
+        driver.kill()
+        raise
+    _hit(cluster, driver, fault)
+
+
+def _hit(cluster: NetworkCluster, driver: "subprocess.Popen[str]", fault: str) -> None:
+    if fault == "kill":
+        cluster.kill(1)
+    else:
+        cluster.cut(1)
+    output, _ = driver.communicate("now\n", timeout=120)
+    lost, stopped = (json.loads(line) for line in output.splitlines())
+    assert "lost" in lost["error"]
+    assert lost["failed_s"] < 5
+    assert lost["unhealthy_s"] < 5
+    assert stopped["stop_s"] < 15

@@ -1,0 +1,63 @@
+"""Runs on the head node: a group over two nodes. Prints JSON lines; `watch` goes on until it fails."""
+
+import asyncio
+import json
+import sys
+import time
+
+import ray
+from groups import eventually, group_config, requests, served_tokens
+
+from cluster.group_client import GroupClient
+from cluster.launch import GroupHandle, launch_group
+from kernels_integration.errors import UnavailableError
+
+
+def say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+@ray.remote(num_cpus=0)
+def home_of_the_package() -> str:
+    import actors
+
+    return actors.__file__
+
+
+async def serve(group: GroupHandle) -> None:
+    async with GroupClient(group.request_address) as client:
+        say(tokens=await served_tokens(client, requests()))
+
+
+async def watch(group: GroupHandle) -> None:
+    """Keep requests alive until the group is lost; say how long the loss took to be known."""
+    async with GroupClient(group.request_address) as client:
+        live = asyncio.create_task(served_tokens(client, requests(400, ignore_eos=True)))
+        await eventually(lambda: client.stats is not None and client.stats.running == 6, 20)
+        say(live=True)
+        await asyncio.to_thread(sys.stdin.readline)  # "now": the test has just hit a node
+        start_s = time.monotonic()
+        try:
+            await live
+        except UnavailableError as error:
+            failed_s = time.monotonic() - start_s
+            unhealthy_s = failed_s + await eventually(lambda: not client.healthy, 10)
+            say(failed_s=failed_s, unhealthy_s=unhealthy_s, error=str(error))
+        else:
+            say(error=None)
+
+
+def main() -> None:
+    with launch_group(group_config(4, 2), address="auto") as group:
+        say(
+            collectives=group.collectives,
+            ips={name: node.ip for name, node in group.placement.items()},
+            package=ray.get(home_of_the_package.remote()),
+        )
+        asyncio.run(watch(group) if sys.argv[1:] == ["watch"] else serve(group))
+        start_s = time.monotonic()
+    say(stop_s=time.monotonic() - start_s)
+
+
+if __name__ == "__main__":
+    main()
