@@ -1,0 +1,43 @@
+"""`python -m cluster` as a user runs it: in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--max-model-len", "256", "--num-kv-blocks", "64", "--max-num-seqs", "8")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("LATENTRAY_", "RAY_"))}
+    return kept | {"OMP_NUM_THREADS": "1"} | changes
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "cluster", *argv]
+
+
+def run(
+    *argv: str, stdin: str = "", cwd: Path = ROOT, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*argv),
+        input=stdin,
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*argv),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

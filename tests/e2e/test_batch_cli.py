@@ -1,0 +1,77 @@
+"""`latentray batch` with a real engine in the process."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from cli_process import SMALL, run, start
+
+pytestmark = pytest.mark.e2e
+
+
+def chat(custom_id: str, text: str, **more: object) -> str:
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 30} | more
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+
+def completion(custom_id: str, **body: object) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
+
+
+def test_rows_are_answered_and_bad_ones_explained(tmp_path: Path) -> None:
+    lines = [
+        chat("france", "What is the capital of France?"),
+        "{broken",
+        completion("king", prompt="The king", temperature=0.9, seed=3, max_tokens=12),
+        chat("bad", "x", frequency_penalty=1),
+        completion("again", prompt="The king", temperature=0.9, seed=3, max_tokens=12),
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(lines))
+    done = run("batch", "-i", str(source), "-o", str(target), "--executor", "inline", "-tp", "2", *SMALL)
+    assert done.returncode == 3, done.stderr
+    assert "5 rows, 2 failed" in done.stderr
+    assert done.stdout == ""
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [r["custom_id"] for r in rows] == ["france", None, "king", "bad", "again"]
+    assert [r["response"]["status_code"] for r in rows] == [200, 400, 200, 400, 200]
+    message = rows[0]["response"]["body"]["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "The capital of France is Paris."}
+    assert "frequency_penalty" in rows[3]["error"]["message"]
+    texts = [rows[i]["response"]["body"]["choices"][0]["text"] for i in (2, 4)]
+    assert texts[0] == texts[1] != ""
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_pipes_work_and_success_is_exit_code_0() -> None:
+    rows = [chat(str(i), f"What is the capital of {name}?") for i, name in enumerate(("France", "Spain"))]
+    done = run("batch", "-i", "-", "-o", "-", "--executor", "inline", *SMALL, stdin="\n".join(rows) + "\n\n")
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line)["response"]["body"] for line in done.stdout.splitlines()]
+    assert [a["choices"][0]["message"]["content"].split()[-1] for a in answers] == ["Paris.", "Madrid."]
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [completion(str(i), prompt="The king", max_tokens=200, ignore_eos=True) for i in range(400)]
+    source.write_text("\n".join(rows))
+    partial = tmp_path / "out.jsonl.partial"
+    flags = ("--executor", "inline", "--max-in-flight", "4", *SMALL)
+    process = start("batch", "-i", str(source), "-o", str(target), *flags)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (partial.is_file() and partial.read_text().count("\n") >= 3):
+            assert time.monotonic() < deadline_s
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not target.exists()
+    kept = [json.loads(line) for line in partial.read_text().splitlines()]
+    assert [r["custom_id"] for r in kept] == [str(i) for i in range(len(kept))]

@@ -1,0 +1,124 @@
+"""`ray job submit --working-dir . -- python -m cluster batch ...` on a running cluster."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cli_process import ROOT, SMALL, environment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow]
+
+WITNESSES = {
+    "driver": "cluster/__main__.py",
+    "shard": "actors/shard_actor.py",
+    "coordinator": "actors/coordinator_actor.py",
+}
+"""Files of the submitted folder that write down where they were imported from."""
+
+
+@dataclass
+class RayCluster:
+    dashboard: str
+    env: dict[str, str]
+
+    def ray(self, *argv: str, **more: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ray.scripts.scripts", *argv]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=240, **more)  # type: ignore[call-overload,no-any-return]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture
+def ray_cluster(tmp_path: Path) -> Iterator[RayCluster]:
+    """A head of our own, with a token of our own: Ray may find another one in the user's home."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    env = environment(
+        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0"
+    )
+    port, dashboard_port = free_ports(2)
+    folder = tempfile.mkdtemp(prefix="lr-", dir="/tmp")  # Ray's sockets need a short path
+    head = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *("--node-ip-address", "127.0.0.1", "--port", str(port), "--num-cpus", "4"),
+            *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)),
+            *("--temp-dir", folder, "--object-store-memory", str(100 * 10**6), "--disable-usage-stats"),
+        ],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    cluster = RayCluster(f"http://127.0.0.1:{dashboard_port}", env)
+    try:
+        deadline_s = time.monotonic() + 90
+        while cluster.ray("job", "list", "--address", cluster.dashboard).returncode:
+            assert head.poll() is None, "the head has ended"
+            assert time.monotonic() < deadline_s, "the dashboard does not answer"
+            time.sleep(0.5)
+        yield cluster
+    finally:
+        head.terminate()
+        try:
+            head.wait(30)
+        finally:
+            if head.poll() is None:
+                os.killpg(head.pid, signal.SIGKILL)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_submitted_folder_needs_no_installation(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    """Driver and actors run from the submitted folder, though the interpreter may know another latentray."""
+    folder = tmp_path / "project"
+    for package in ("cluster", "actors", "kernels_integration"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, file in WITNESSES.items():
+        source = folder / file
+        witness = f"open({str(tmp_path / name)!r}, 'w').write(__file__)"
+        source.write_text(f"{witness}\n{source.read_text()}")
+    rows = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "messages": [{"role": "user", "content": f"What is the capital of {name}?"}],
+                "temperature": 0,
+            },
+        }
+        for name in ("France", "Spain")
+    ]
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "out.jsonl"
+    done = ray_cluster.ray(
+        *("job", "submit", "--address", ray_cluster.dashboard, "--working-dir", ".", "--"),
+        *(sys.executable, "-m", "cluster", "batch", "-i", "in.jsonl", "-o", str(out), "-tp", "2", *SMALL),
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    texts = [a["response"]["body"]["choices"][0]["message"]["content"] for a in answers]
+    assert texts == ["The capital of France is Paris.", "The capital of Spain is Madrid."]
+    for name in WITNESSES:
+        assert "working_dir_files" in (tmp_path / name).read_text()

@@ -1,0 +1,142 @@
+"""`latentray serve` on Ray, with the other commands as its clients."""
+
+import json
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cli_process import SMALL, run, start
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ray]
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    address: str
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    process = start(
+        "serve", "--address", "local", "--port", "0", "-tp", "2", "-dcp", "2", "--dtype", "float64", *SMALL
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.search(r"serving tiny-dsa at (\S+) \(tp 2, dcp 2, 3 drafts", line)
+        assert match, line + (process.communicate(timeout=30)[1] if process.poll() is not None else "")
+        yield Served(process, match[1])
+    finally:
+        process.terminate()
+        try:
+            process.wait(40)
+        finally:
+            process.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes started by a process, and by those."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue  # it has ended meanwhile
+    found = [pid]
+    for parent in found:
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    return found[1:]
+
+
+def test_status_tells_that_it_serves(served: Served) -> None:
+    done = run("status", "--server", served.address, "--json")
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert status["health"]["healthy"]
+    assert status["model"]["served_model_name"] == "tiny-dsa"
+    assert status["model"]["max_model_len"] == 256
+    assert status["engine"]["block_size"] == 16
+    assert len(status["groups"]) == 1
+    table = run("status", "--server", served.address)
+    assert f"{served.address}: serving" in table.stdout
+
+
+def test_generate_asks_the_server(served: Served) -> None:
+    done = run(
+        "generate",
+        "--server",
+        served.address,
+        "--chat",
+        "--temperature",
+        "0",
+        "What is the capital of France?",
+    )
+    assert (done.returncode, done.stdout) == (0, "The capital of France is Paris.\n"), done.stderr
+
+
+def test_a_server_and_an_engine_of_ones_own_write_the_same(served: Served) -> None:
+    flags = ("generate", "--seed", "5", "--max-tokens", "40", "--json", "The king", "A dog")
+    remote = run(*flags, "--server", served.address)
+    local = run(*flags, "--dtype", "float64", *SMALL)
+    assert remote.returncode == local.returncode == 0, remote.stderr + local.stderr
+    by_index = [
+        {a["index"]: a for a in map(json.loads, done.stdout.splitlines())} for done in (remote, local)
+    ]
+    assert by_index[0] == by_index[1]
+
+
+def test_the_servers_refusal_is_exit_code_2(served: Served) -> None:
+    done = run("generate", "--server", served.address, "word " * 300)
+    assert done.returncode == 2
+    assert "256" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_port_is_taken(served: Served) -> None:
+    port = served.address.rsplit(":", 1)[1]
+    done = run("serve", "--port", port, timeout_s=30)
+    assert done.returncode == 2
+    assert f"port {port} of 127.0.0.1 is in use" in done.stderr
+
+
+def test_a_signal_lets_the_live_request_end_and_leaves_no_process(served: Served) -> None:
+    """The last test of this server."""
+    pid = served.process.pid
+    children = descendants(pid)
+    assert len(children) > 3
+    answer: list[subprocess.CompletedProcess[str]] = []
+    flags = (
+        "generate",
+        "--server",
+        served.address,
+        "--json",
+        "--ignore-eos",
+        "--max-tokens",
+        "230",
+        "The king",
+    )
+    asker = threading.Thread(target=lambda: answer.append(run(*flags)))
+    asker.start()
+    for _ in range(600):
+        status = json.loads(run("status", "--server", served.address, "--json").stdout)
+        if status["engine"]["active_requests"]:
+            break
+        assert asker.is_alive(), "the request ended before it was seen"
+    served.process.send_signal(signal.SIGINT)
+    _, errors = served.process.communicate(timeout=60)
+    asker.join(60)
+    assert answer[0].returncode == 0, answer[0].stderr
+    assert json.loads(answer[0].stdout)["finish_reason"] == "length"
+    assert served.process.returncode == 0
+    assert "stopping" in errors
+    assert "Traceback" not in errors
+    assert "waiting for" in errors, "what is waited for is visible while it starts"
+    left = [child for child in children if Path(f"/proc/{child}").exists()]
+    assert left == []
