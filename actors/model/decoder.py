@@ -30,6 +30,10 @@ class DecoderLayer:
 
     def __call__(self, h: Tensor, ctx: PassContext) -> Tensor:
         """h [T, hidden], overwritten; equal bits on every rank, before and after."""
-        h += self.tp.all_reduce(self.attention(rms_norm(h, self.input_norm, self.eps), ctx))
-        h += self.tp.all_reduce(self.mlp(rms_norm(h, self.post_attention_norm, self.eps)))
+        with ctx.spans("attention"):
+            out = self.attention(rms_norm(h, self.input_norm, self.eps), ctx)
+        h += self.tp.all_reduce(out)
+        with ctx.spans("moe"):
+            out = self.mlp(rms_norm(h, self.post_attention_norm, self.eps))
+        h += self.tp.all_reduce(out)
         return h

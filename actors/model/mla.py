@@ -22,6 +22,7 @@ from kernels_integration.kv_cache import KVCache
 from kernels_integration.plan import SparseMLAPlan
 from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
+from kernels_integration.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class PassContext:
     planner: StepPlanner
     dense_plan: SparseMLAPlan | None
     """The plan of every layer when no row sees more than index_topk tokens; else each layer selects."""
+    spans: Spans
 
 
 class LatentAttention:
@@ -86,7 +88,10 @@ class LatentAttention:
     def _sparse_plan(self, x: Tensor, cq: Tensor, ctx: PassContext) -> SparseMLAPlan:
         assert self.indexer is not None, "without an indexer every pass is dense"
         keys = ctx.cache.index_keys(self.layer)
-        return ctx.planner.plan(self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp))
+        with ctx.spans("indexer"):
+            selection = self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp)
+        with ctx.spans("plan"):
+            return ctx.planner.plan(selection)
 
     def _absorb(self, query: Tensor, rope: Tensor) -> Tensor:
         """[q' | rotated q_rope] [T, H, C + R] from [q_nope | q_rope] [T, H, N + R]."""

@@ -33,6 +33,7 @@ from kernels_integration.kv_cache import KVCache
 from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
 from kernels_integration.selection import select_visible
+from kernels_integration.spans import Spans
 
 
 def load_model(
@@ -43,6 +44,7 @@ def load_model(
     tp: Collectives,
     dcp: DcpGroup,
     with_mtp: bool,
+    spans: Spans | None = None,
 ) -> "Model":
     """Rank `tp.rank`'s part of the checkpoint at `path`; only that part is read.
 
@@ -61,7 +63,7 @@ def load_model(
         optional = repeated_tensor_shapes(config)
         checkpoint.check(required | mtp if with_mtp else required, optional | mtp)
         reader = WeightReader(checkpoint=checkpoint, dtype=dtype, rank=tp.rank, size=tp.size)
-        return Model(config, reader, tp, dcp, with_mtp=with_mtp)
+        return Model(config, reader, tp, dcp, with_mtp=with_mtp, spans=spans)
 
 
 class Model:
@@ -72,9 +74,17 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, reader: WeightReader, tp: Collectives, dcp: DcpGroup, *, with_mtp: bool
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        tp: Collectives,
+        dcp: DcpGroup,
+        *,
+        with_mtp: bool,
+        spans: Spans | None = None,
     ) -> None:
         self.config = config
+        self.spans = spans or Spans(is_on=False)
         self.tp = tp
         self.frequencies = rotary_frequencies(config.rope_theta, config.qk_rope_head_dim, reader.dtype)
         self.embed_tokens = reader.vocabulary(EMBEDDING)
@@ -141,4 +151,5 @@ class Model:
             cache=cache,
             planner=planner,
             dense_plan=planner.plan(select_visible(rows)) if dense else None,
+            spans=self.spans,
         )

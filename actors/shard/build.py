@@ -27,7 +27,13 @@ def build_shard(config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives) 
     dcp = DcpGroup(interleave=config.cp_kv_cache_interleave_size, comm=dcp_comm)
     with_mtp = config.num_speculative_tokens > 0
     model = load_model(
-        model_config, config.model_path, dtype=DTYPES[config.dtype], tp=tp, dcp=dcp, with_mtp=with_mtp
+        model_config,
+        config.model_path,
+        dtype=DTYPES[config.dtype],
+        tp=tp,
+        dcp=dcp,
+        with_mtp=with_mtp,
+        spans=spans,
     )
     cache = KVCache.allocate(
         num_layers=model_config.num_hidden_layers + int(with_mtp),
