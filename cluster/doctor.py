@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -200,7 +201,7 @@ def _port(args: ServeArgs) -> Check:
 def _ray(args: ServeArgs) -> Check:
     """Join the cluster that would be joined; a local one is not started for this."""
     num_needed = args.tensor_parallel_size + 1
-    if not (args.address or os.environ.get("RAY_ADDRESS")):
+    if (args.address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         version, num_cpus = importlib.metadata.version("ray"), os.cpu_count() or 1
         detail = f"{version}; serve starts a local cluster, with {num_cpus} cores of this machine"
         if num_cpus < args.tensor_parallel_size:
@@ -210,11 +211,9 @@ def _ray(args: ServeArgs) -> Check:
                 detail=f"{detail}: fewer than shards, --tensor-parallel-size {args.tensor_parallel_size}",
             )
         return Check(name="ray", status="ok", detail=detail)
-    from contextlib import closing
-
     from cluster.ray_session import RaySession
 
-    with closing(RaySession(args.address, num_cpus=num_needed)):
+    with closing(RaySession(args.address)):
         import ray
 
         num_free = int(ray.available_resources().get("CPU", 0))

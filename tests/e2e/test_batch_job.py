@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli_process import ROOT, SMALL, environment
+from cli_process import ROOT, SMALL, command, environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow]
 
@@ -29,12 +29,13 @@ WITNESSES = {
 
 @dataclass
 class RayCluster:
+    address: str
     dashboard: str
     env: dict[str, str]
 
     def ray(self, *argv: str, **more: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ray.scripts.scripts", *argv]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=240, **more)  # type: ignore[call-overload,no-any-return]
+        argv = (sys.executable, "-m", "ray.scripts.scripts", *argv)
+        return subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=240, **more)  # type: ignore[call-overload,no-any-return]
 
 
 def free_ports(count: int) -> list[int]:
@@ -47,10 +48,10 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@pytest.fixture
-def ray_cluster(tmp_path: Path) -> Iterator[RayCluster]:
+@pytest.fixture(scope="module")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     """A head of our own, with a token of our own: Ray may find another one in the user's home."""
-    token = tmp_path / "token"
+    token = tmp_path_factory.mktemp("ray") / "token"
     token.touch(0o600)
     token.write_text(secrets.token_hex(32))
     env = environment(
@@ -70,7 +71,7 @@ def ray_cluster(tmp_path: Path) -> Iterator[RayCluster]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    cluster = RayCluster(f"http://127.0.0.1:{dashboard_port}", env)
+    cluster = RayCluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", env)
     try:
         deadline_s = time.monotonic() + 90
         while cluster.ray("job", "list", "--address", cluster.dashboard).returncode:
@@ -122,3 +123,18 @@ def test_a_submitted_folder_needs_no_installation(ray_cluster: RayCluster, tmp_p
     assert texts == ["The capital of France is Paris.", "The capital of Spain is Madrid."]
     for name in WITNESSES:
         assert "working_dir_files" in (tmp_path / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("tp", "code", "words"), [("2", 0, "the group needs 3"), ("4", 4, "the group needs 5")]
+)
+def test_doctor_looks_at_the_cluster_that_would_be_joined(
+    ray_cluster: RayCluster, tp: str, code: int, words: str
+) -> None:
+    flags = ("doctor", "--json", "--port", "0", "-tp", tp, "--address", ray_cluster.address)
+    done = subprocess.run(
+        command(*flags, *SMALL), cwd=ROOT, env=ray_cluster.env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    [check] = [c for c in json.loads(done.stdout) if c["name"] == "ray"]
+    assert check["detail"] == f"joined; 4 CPUs are free, {words}"
