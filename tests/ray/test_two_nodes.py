@@ -1,7 +1,6 @@
 """A group whose shards lie on two nodes, over gloo, in network namespaces."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ DRIVER = str(Path(__file__).with_name("two_node_driver.py"))
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[NetworkCluster]:
-    # The coordinator and two shards fit on the head, two shards on the other node.
+    # One node has room for the coordinator and two shards, the other for the other two.
     with NetworkCluster(tmp_path, num_nodes=2, num_cpus=3) as cluster:
         yield cluster
 
@@ -27,14 +26,10 @@ def test_streams_over_two_nodes_equal_those_of_one_rank(cluster: NetworkCluster)
     result = cluster.run(0, sys.executable, DRIVER)
     assert result.returncode == 0, result.stderr
     started, served, stopped = (json.loads(line) for line in result.stdout.splitlines())
-    head, other = cluster.address(0), cluster.address(1)
-    assert started["ips"] == {
-        "coordinator": head,
-        "shard 0": head,
-        "shard 1": head,
-        "shard 2": other,
-        "shard 3": other,
-    }
+    coordinator, *shards = started["ips"].values()
+    assert set(shards) == {cluster.address(0), cluster.address(1)}
+    # Ranks fill whole nodes, the coordinator's first: DCP sets (ranks 0-1 and 2-3) stay within a node here.
+    assert shards == sorted(shards, key=lambda ip: ip != coordinator)
     assert started["collectives"] == "gloo"
     assert "py_modules" in started["package"], "the nodes did not get the driver's packages"
     assert served["tokens"] == inline_tokens(requests())
@@ -47,22 +42,18 @@ def test_a_lost_node_fails_live_requests_within_5_s(cluster: NetworkCluster, fau
     driver = cluster.start(0, sys.executable, DRIVER, "watch")
     try:
         assert driver.stdout is not None
-        assert "gloo" in driver.stdout.readline()
+        coordinator_ip = json.loads(driver.stdout.readline())["ips"]["coordinator"]
         assert json.loads(driver.stdout.readline()) == {"live": True}
-    except BaseException:
+        if fault == "kill":
+            cluster.kill(1)
+        else:
+            cluster.cut(1)
+        output, _ = driver.communicate("now\n", timeout=120)
+    finally:
         driver.kill()
-        raise
-    _hit(cluster, driver, fault)
-
-
-def _hit(cluster: NetworkCluster, driver: "subprocess.Popen[str]", fault: str) -> None:
-    if fault == "kill":
-        cluster.kill(1)
-    else:
-        cluster.cut(1)
-    output, _ = driver.communicate("now\n", timeout=120)
     lost, stopped = (json.loads(line) for line in output.splitlines())
-    assert "lost" in lost["error"]
+    # Ray chooses the node of the coordinator; its front ends miss it, it misses its shards.
+    assert ("lost" if coordinator_ip == cluster.address(0) else "no heartbeat") in lost["error"]
     assert lost["failed_s"] < 5
     assert lost["unhealthy_s"] < 5
     assert stopped["stop_s"] < 15
