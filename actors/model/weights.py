@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from actors.model.checkpoint import Checkpoint
@@ -34,24 +35,43 @@ class WeightReader:
         """Whole, in the dtype that norms compute in."""
         return self.whole(name, accumulate_dtype(self.dtype))
 
+    def unsplit(self) -> "WeightReader":
+        """A reader whose rows and columns are all of them."""
+        return replace(self, rank=0, size=1)
+
     def rows(self, name: str) -> Tensor:
-        """This rank's part of the output features; `size` divides them."""
+        """This rank's part of the output features."""
         return self.checkpoint.read(self.prefix + name, rows=self._share(name, 0)).to(self.dtype)
 
     def columns(self, name: str) -> Tensor:
-        """This rank's part of the input features; `size` divides them."""
+        """This rank's part of the input features."""
         return self.checkpoint.read(self.prefix + name, columns=self._share(name, 1)).to(self.dtype)
+
+    def head_rows(self, name: str, num_heads: int) -> Tensor:
+        """The output features of this rank's ceil(num_heads / size) heads; heads past the last are zero."""
+        shape = self.checkpoint[self.prefix + name].shape
+        start, end, padding = self._heads(shape[0], num_heads)
+        data = self.checkpoint.read(self.prefix + name, rows=slice(start, end)).to(self.dtype)
+        return F.pad(data, (0, 0, 0, padding)) if padding else data
+
+    def head_columns(self, name: str, num_heads: int) -> Tensor:
+        """The same of the input features."""
+        shape = self.checkpoint[self.prefix + name].shape
+        start, end, padding = self._heads(shape[1], num_heads)
+        data = self.checkpoint.read(self.prefix + name, columns=slice(start, end)).to(self.dtype)
+        return F.pad(data, (0, padding)) if padding else data
 
     def vocabulary(self, name: str) -> Tensor:
         """This rank's ceil(V / size) rows; rows past the vocabulary are zero."""
-        vocab_size, hidden_size = self.checkpoint[self.prefix + name].shape
-        share = -(-vocab_size // self.size)
-        start, end = min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size)
-        padded = torch.zeros(share, hidden_size, dtype=self.dtype)
-        if end > start:
-            padded[: end - start] = self.checkpoint.read(self.prefix + name, rows=slice(start, end))
-        return padded
+        return self.head_rows(name, self.checkpoint[self.prefix + name].shape[0])
 
     def _share(self, name: str, dim: int) -> slice:
-        width = self.checkpoint[self.prefix + name].shape[dim] // self.size
-        return slice(self.rank * width, (self.rank + 1) * width)
+        """Of widths that `size` does not divide, some ranks hold one more than others, or none."""
+        width = self.checkpoint[self.prefix + name].shape[dim]
+        return slice(width * self.rank // self.size, width * (self.rank + 1) // self.size)
+
+    def _heads(self, width: int, num_heads: int) -> tuple[int, int, int]:
+        """Start, end and missing features of this rank: every rank has equally many heads."""
+        share = -(-num_heads // self.size) * (width // num_heads)
+        start, end = min(self.rank * share, width), min((self.rank + 1) * share, width)
+        return start, end, share - (end - start)
