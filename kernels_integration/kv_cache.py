@@ -4,6 +4,7 @@ A slot holds one token; a block is `block_size` consecutive slots. Which token l
 coordinator's choice (block tables), so nothing here knows of requests.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,7 +26,9 @@ class KVCache:
     latents: tuple[Tensor, ...]
     """Per layer [slots, C+R]: the normed latent c, then the rotated rope part."""
     keys: tuple[Tensor, ...]
-    """Per layer [slots, D]: the rotated indexer key. Empty for a model without an indexer."""
+    """Per layer [slots, D]: the rotated indexer key; [0, D] in a layer that reuses another's selection.
+
+    Empty for a model without an indexer."""
 
     @classmethod
     def allocate(
@@ -36,15 +39,25 @@ class KVCache:
         index_dim: int | None,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        index_layers: Collection[int] | None = None,
     ) -> Self:
-        """An empty cache. `latent_dim` is C+R; `index_dim` is None without an indexer."""
+        """An empty cache. `latent_dim` is C+R; `index_dim` is None without an indexer.
+
+        `index_layers` are the layers that run an indexer, None: all; the others keep no keys.
+        """
 
         # Zeros: slots that no token has taken yet are read where requests of unequal length share a padded
         # gather; their weight there is 0, and 0 * NaN would be NaN.
-        def storage(dim: int) -> tuple[Tensor, ...]:
-            return tuple(torch.zeros(num_slots, dim, dtype=dtype, device=device) for _ in range(num_layers))
+        def storage(slots: int, dim: int) -> Tensor:
+            return torch.zeros(slots, dim, dtype=dtype, device=device)
 
-        return cls(latents=storage(latent_dim), keys=() if index_dim is None else storage(index_dim))
+        latents = tuple(storage(num_slots, latent_dim) for _ in range(num_layers))
+        if index_dim is None:
+            return cls(latents=latents, keys=())
+        with_keys = range(num_layers) if index_layers is None else index_layers
+        keys = (storage(num_slots if layer in with_keys else 0, index_dim) for layer in range(num_layers))
+        return cls(latents=latents, keys=tuple(keys))
 
     @property
     def num_layers(self) -> int:
