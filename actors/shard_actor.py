@@ -11,6 +11,7 @@ from actors.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from actors.shard_loop import ShardLoop
+    from kernels_integration.spans import Span
 
 
 @ray.remote(concurrency_groups={"control": 2}, max_restarts=0)
@@ -34,6 +35,10 @@ class ShardActor(ActorProcess):
 
         self._loop = ShardLoop(dataclasses.replace(spec, config=to_local(spec.config)), build_shard)
         self._loop.load()
+
+    def take_spans(self) -> "list[Span]":
+        """Where the time went since the last call; empty unless the group is traced."""
+        return self._loop.take_spans() if self._loop is not None else []
 
     def run(self) -> None:
         """Run steps until the coordinator ends the loop. Raises what ended it otherwise."""

@@ -14,6 +14,7 @@ from actors.transport.collectives import join_collectives
 from actors.transport.step_channel import ShardEnd
 from kernels_integration.collectives import Collectives
 from kernels_integration.errors import LatentrayError
+from kernels_integration.spans import Span, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,9 @@ class StepRunner(Protocol):
 
 
 class BuildShard(Protocol):
-    def __call__(self, config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives) -> StepRunner: ...
+    def __call__(
+        self, config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives, spans: Spans
+    ) -> StepRunner: ...
 
 
 class ShardLoop:
@@ -37,6 +40,7 @@ class ShardLoop:
         self._end = ShardEnd(spec.step_address, spec.tp_rank, epoch=spec.epoch)
         self._collectives: list[Collectives] = []
         self._shard: StepRunner | None = None
+        self._spans = Spans(is_on=spec.config.trace)
 
     def load(self) -> None:
         """Join the other ranks and load this rank's slice of the model.
@@ -54,7 +58,7 @@ class ShardLoop:
                 node_ip=self._spec.node_ip,
             )
             self._collectives = [tp] if dcp_comm is tp else [tp, dcp_comm]
-            self._shard = self._build(config, tp=tp, dcp_comm=dcp_comm)
+            self._shard = self._build(config, tp=tp, dcp_comm=dcp_comm, spans=self._spans)
             self._end.ready()
 
     def run(self) -> None:
@@ -62,8 +66,17 @@ class ShardLoop:
         assert self._shard is not None, "load before run"
         with self._telling_coordinator():
             while (step := self._end.receive()) is not None:
-                self._shard.execute(step, self._end.report)
+                with self._spans("step"):
+                    self._shard.execute(step, self._report)
         self.close()
+
+    def take_spans(self) -> list[Span]:
+        """Where the time went since the last call; empty unless the group is traced."""
+        return self._spans.take()
+
+    def _report(self, output: StepOutput) -> None:
+        with self._spans("report"):
+            self._end.report(output)
 
     def close(self) -> None:
         for member in self._collectives:

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actors.stats import GroupStats
 from cluster.client import Client, SamplingParams
 from cluster.config import ServeArgs
 from cluster.frontend import ModelFrontend
-from cluster.group_client import GroupClient
+from cluster.group_client import current_stats
 from cluster.serving import RunningServer, start_server
 
 
@@ -90,7 +89,7 @@ def _ask(
     prompt: str | Sequence[int] = question.text
     if question.is_chat:
         prompt = frontend.render_chat([{"role": "user", "content": question.text}])
-    before = _stats(server)
+    before = asyncio.run(current_stats(server.group.request_address))
     show(f"\n[{question.title}] {question.text}{' -> ' if question.is_chat else ''}")
     start_s = first_s = last_s = time.perf_counter()
     num_tokens = num_first = 0
@@ -102,7 +101,7 @@ def _ask(
                 first_s, num_first = last_s, len(piece.token_ids)
             num_tokens += len(piece.token_ids)
     show("\n")
-    after = _stats(server)
+    after = asyncio.run(current_stats(server.group.request_address))
     num_verifies = after.num_verifies - before.num_verifies
     accepted = [a - b for a, b in zip(after.accepted, before.accepted, strict=True)]
     proposed = [a - b for a, b in zip(after.proposed, before.proposed, strict=True)]
@@ -114,15 +113,3 @@ def _ask(
         tokens_per_verify=1 + sum(accepted) / max(num_verifies, 1),
         acceptance=tuple(a / max(p, 1) for a, p in zip(accepted, proposed, strict=True)),
     )
-
-
-def _stats(server: RunningServer) -> GroupStats:
-    """The group's counters, fresh: a new client's first heartbeat is sent when it says hello."""
-
-    async def ask() -> GroupStats:
-        async with GroupClient(server.group.request_address) as group:
-            stats = group.stats
-            assert stats is not None, "connect waits for the first heartbeat"
-            return stats
-
-    return asyncio.run(ask())

@@ -189,3 +189,14 @@ class GroupClient:
 
 def _error_of(failed: RequestFailed) -> LatentrayError:
     return from_code(failed.code, failed.message)
+
+
+async def current_stats(request_address: str) -> GroupStats:
+    """A group's numbers now, not as of a heartbeat: the coordinator greets a new client with them.
+
+    Errors: UnavailableError when the coordinator does not answer.
+    """
+    async with GroupClient(request_address) as client:
+        stats = client.stats
+    assert stats is not None, "connect waits for the first heartbeat"
+    return stats

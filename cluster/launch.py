@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.ray_session import RaySession  # first: it settles how Ray is imported
 
@@ -26,6 +26,9 @@ from actors.shard_actor import ShardActor
 from actors.shard_spec import ShardSpec
 from cluster import placement
 from kernels_integration.errors import CollectiveError, LatentrayError, UnavailableError
+
+if TYPE_CHECKING:
+    from kernels_integration.spans import Span
 
 PLACEMENT_TIMEOUT_S = 30.0
 """How long to wait for room in a cluster (an autoscaler may be adding a node)."""
@@ -90,6 +93,12 @@ class GroupHandle:
     def memory(self) -> dict[str, int]:
         """Resident bytes of each actor that lives."""
         return self._group.ask_all("memory")
+
+    def take_spans(self) -> "list[list[Span]]":
+        """Of each shard: where its time went since the last call. Empty unless config.trace."""
+        shards = self._group.members[1:]
+        spans: list[list[Span]] = ray.get([shard.ask("take_spans") for shard in shards])
+        return spans
 
     def process_ids(self) -> dict[str, int]:
         """The process of each actor that lives, on its node."""

@@ -14,13 +14,16 @@ from kernels_integration.spans import SpannedCollectives, Spans
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
-def build_shard(config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives) -> Shard:
+def build_shard(
+    config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives, spans: Spans | None = None
+) -> Shard:
     """Load this rank's slice of the checkpoint and allocate its KV cache.
 
     tp: all ranks of the group; dcp_comm: the ranks of this rank's DCP group (consecutive TP ranks).
+    spans: where the rank's time is recorded, if config.trace.
     Errors: CheckpointError naming every tensor that does not fit.
     """
-    spans = Spans(is_on=config.trace)
+    spans = spans or Spans(is_on=config.trace)
     if config.trace:
         tp, dcp_comm = SpannedCollectives(tp, spans), SpannedCollectives(dcp_comm, spans)
     model_config = ModelConfig.from_pretrained(config.model_path)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from actors.stats import GroupStats
 from kernels_integration.spans import Span
 
-PHASES = ("draft", "verify", "prompt_fill")
+PHASES = ("step", "draft", "verify", "prompt_fill")
 """Outer spans of a shard's step; what is inside them has names of its own."""
 
 
@@ -24,27 +24,26 @@ def self_times(spans: Iterable[Span]) -> dict[str, float]:
     return totals
 
 
-def step_breakdown(
-    spans: Sequence[Span], before: GroupStats, after: GroupStats
-) -> list[tuple[str, float]]:
+def step_breakdown(spans: Sequence[Span], before: GroupStats, after: GroupStats) -> list[tuple[str, float]]:
     """(part, seconds a step) of the steps between two snapshots, the longest first.
 
-    "other of draft/verify" is what those phases do outside attention, indexer, plan, MoE, collectives
-    and sampling. "messages" is the time from a step's choice to its report that the shard did not
-    spend on it: encoding, sockets, waking up.
+    "other of verify" is what that phase does outside the named parts inside it. "messages" is the time
+    from a step's choice to its report that the shard did not spend on it: encoding, sockets, waking up.
     """
     num_steps = after.num_steps - before.num_steps
     if num_steps == 0:
         return []
     parts = {
-        f"other of {name}" if name in PHASES else name: seconds
-        for name, seconds in self_times(spans).items()
+        f"other of {name}" if name in PHASES else name: seconds for name, seconds in self_times(spans).items()
     }
-    until_report_s = sum(
-        span.duration_ns / 1e9 for span in spans if span.name == "step_until_report"
-    )
-    parts.pop("step_until_report", None)
     parts["coordinator"] = (after.schedule_s - before.schedule_s) + (after.process_s - before.process_s)
-    parts["messages"] = (after.step_s - before.step_s) - until_report_s
+    parts["messages"] = (after.step_s - before.step_s) - _until_reports(spans)
     per_step = [(name, seconds / num_steps) for name, seconds in parts.items()]
     return sorted(per_step, key=lambda part: -part[1])
+
+
+def _until_reports(spans: Iterable[Span]) -> float:
+    """Seconds between the start of each step and its report."""
+    starts = sorted(span.start_ns for span in spans if span.name == "step")
+    reports = sorted(span.start_ns for span in spans if span.name == "report")
+    return sum(report - start for start, report in zip(starts, reports, strict=True)) / 1e9

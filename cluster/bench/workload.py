@@ -45,9 +45,9 @@ def text_workload(
             f"input-len {input_len} and output-len {output_len} must be at least 1 and 2 and fit "
             f"max-model-len {max_model_len} together; lower one of them"
         )
-    passages: Sequence[Sequence[str]] = json.loads(
-        (BUNDLED_CHECKPOINT / "heldout_prompts.json").read_text()
-    )["text"]
+    passages: Sequence[Sequence[str]] = json.loads((BUNDLED_CHECKPOINT / "heldout_prompts.json").read_text())[
+        "text"
+    ]
     ids = [frontend.tokenizer.encode(text) for _, text in passages]
     prompts = []
     for i in range(num_prompts):

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from cluster import __version__
-from cluster.cli import batch, config, demo, doctor, generate, serve, status
+from cluster.cli import batch, bench, config, demo, doctor, generate, serve, status
 from cluster.errors import EXIT_INTERNAL, outcome
 from kernels_integration.errors import LatentrayError
 
@@ -28,6 +28,7 @@ app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("batch")(batch.batch)
+app.command("bench")(bench.bench)
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")

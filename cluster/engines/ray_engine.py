@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from actors.config import GroupConfig
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
-from cluster.group_client import GroupClient
+from cluster.group_client import GroupClient, current_stats
 from cluster.launch import launch_group
 from kernels_integration.errors import LatentrayError
+from kernels_integration.spans import Span
 
 
 class RayEngine:
@@ -52,7 +53,12 @@ class RayEngine:
         return found
 
     def stats(self) -> GroupStats:
-        return self._client.stats or GroupStats()
+        asked = current_stats(self._handle.request_address)
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+
+    def take_spans(self) -> list[list[Span]]:
+        """Of each shard: where its time went since the last call; empty unless config.trace."""
+        return self._handle.take_spans()
 
     def close(self) -> None:
         try:

@@ -1,0 +1,110 @@
+"""One benchmark run: the same workload for every number of drafts, and for transformers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.bench.breakdown import step_breakdown
+from cluster.bench.measure import Measurement, Reference, measure_engine
+from cluster.bench.workload import Workload, text_workload
+from cluster.config import EngineArgs
+from cluster.engines.ray_engine import RayEngine
+from cluster.frontend import ModelFrontend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Seconds a step by part, the longest first."""
+
+    batch_size: int
+    num_drafts: int
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    measurements: tuple[Measurement, ...]
+    breakdowns: tuple[Breakdown, ...]
+
+    def ratio(self, measurement: Measurement) -> float | None:
+        """Throughput relative to transformers at the same batch; None where it was not measured."""
+        if measurement.num_drafts is None:
+            return None
+        for other in self.measurements:
+            if other.num_drafts is None and other.batch_size == measurement.batch_size:
+                return measurement.tokens_per_s / other.tokens_per_s
+        return None
+
+
+def run_bench(
+    args: EngineArgs,
+    *,
+    batch_sizes: Sequence[int],
+    drafts: Sequence[int],
+    input_len: int,
+    output_len: int,
+    with_reference: bool,
+    progress: Callable[[str], None],
+) -> BenchResult:
+    """Errors: ConfigError for settings that do not fit each other; those of launch_group."""
+    config = args.resolve()
+    frontend = ModelFrontend.from_pretrained(
+        config.model_path,
+        served_model_name=config.served_model_name,
+        max_model_len=config.max_model_len,
+    )
+    workload = text_workload(
+        frontend,
+        num_prompts=max(batch_sizes),
+        input_len=input_len,
+        output_len=output_len,
+        max_model_len=config.max_model_len,
+    )
+    measurements: list[Measurement] = []
+    breakdowns: list[Breakdown] = []
+    if with_reference:
+        progress("measuring transformers")
+        peer = Reference(config.model_path, config.dtype)
+        measurements += [peer.measure(workload, batch_size) for batch_size in batch_sizes]
+        del peer
+    for num_drafts in drafts:
+        changes = {"num_speculative_tokens": num_drafts, "speculative_config": None}
+        measured = _measure_group(args.model_copy(update=changes), workload, batch_sizes, progress)
+        measurements += measured[0]
+        breakdowns += measured[1]
+    measurements.sort(key=lambda m: m.batch_size)
+    return BenchResult(measurements=tuple(measurements), breakdowns=tuple(breakdowns))
+
+
+def _measure_group(
+    args: EngineArgs, workload: Workload, batch_sizes: Sequence[int], progress: Callable[[str], None]
+) -> tuple[list[Measurement], list[Breakdown]]:
+    """Throughput of an untraced group, then the parts of a step of a traced one."""
+    config = args.resolve()
+    measurements, breakdowns = [], []
+    engine = RayEngine(config, address=args.address, progress=progress)
+    try:
+        progress(f"measuring {config.num_speculative_tokens} drafts")
+        short = replace(workload, output_len=8)
+        measure_engine(engine, short, max(batch_sizes), config.num_speculative_tokens)
+        for batch_size in batch_sizes:
+            measurements.append(measure_engine(engine, workload, batch_size, config.num_speculative_tokens))
+    finally:
+        engine.close()
+    engine = RayEngine(replace(config, trace=True), address=args.address, progress=progress)
+    try:
+        measure_engine(engine, short, max(batch_sizes), config.num_speculative_tokens)
+        for batch_size in batch_sizes:
+            before = engine.stats()
+            engine.take_spans()
+            measure_engine(engine, workload, batch_size, config.num_speculative_tokens)
+            parts = step_breakdown(engine.take_spans()[0], before, engine.stats())
+            breakdowns.append(
+                Breakdown(
+                    batch_size=batch_size,
+                    num_drafts=config.num_speculative_tokens,
+                    parts=tuple(parts),
+                )
+            )
+    finally:
+        engine.close()
+    return measurements, breakdowns
