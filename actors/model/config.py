@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.model.quantization import read_block_size
 from kernels_integration.errors import CheckpointError, ConfigError
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v32",)
@@ -28,6 +29,8 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     torch_dtype: str
+    weight_block_size: tuple[int, int]
+    """Rows and columns of an FP8 weight that share one scale; which tensors are FP8, their scales tell."""
 
     num_attention_heads: int
     q_lora_rank: int
@@ -128,6 +131,7 @@ class ModelConfig:
             rms_norm_eps=read.number("rms_norm_eps"),
             tie_word_embeddings=read.boolean("tie_word_embeddings", default=False),
             torch_dtype=read.dtype(),
+            weight_block_size=read_block_size(raw, read.problems),
             num_attention_heads=read.integer("num_attention_heads"),
             q_lora_rank=read.integer("q_lora_rank"),
             kv_lora_rank=read.integer("kv_lora_rank"),
@@ -301,10 +305,6 @@ def _refuse_unsupported(read: _FieldReader) -> None:
         value = read.raw.get(name, supported)
         if value != supported:
             read.problems.append(f"{name} {value!r} is not supported; supported: {supported!r}")
-    if read.raw.get("quantization_config") is not None:
-        read.problems.append(
-            "quantization_config is not supported; use a bfloat16, float16 or float32 checkpoint"
-        )
     for name in ("rope_scaling", "rope_parameters"):
         scaling = read.raw.get(name)
         if scaling is None:

@@ -71,7 +71,7 @@ def test_every_wrong_field_is_named_at_once():
     [
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling of type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters of type 'yarn'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size is None"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: 'sigmoid'"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; it must be an integer from 0 to 1"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; it must be one of bfloat16"),
