@@ -145,7 +145,7 @@ class CoordinatorLoop:
     def _take_reports(self) -> None:
         for message in self._shards.receive():
             if isinstance(message, ShardFailure):
-                self._lose(message.rank, f"{message.text} [{message.code}]")
+                self._give_up(f"shard {message.rank} failed: {message.text} [{message.code}]")
             elif self._failure is None and message.step == self._step_in_flight:
                 self._step_in_flight = None
                 self._coordinator.process(message)
@@ -240,9 +240,12 @@ class CoordinatorLoop:
         return "ready"
 
     def _lose(self, rank: int, text: str) -> None:
+        self._give_up(f"shard {rank} is lost: {text}")
+
+    def _give_up(self, cause: str) -> None:
         if self._failure is None:  # the first cause; the other shards then fail in their collectives
-            logger.error("shard %d is lost: %s", rank, text)
-            self._fail(UnavailableError(f"shard {rank} is lost: {text}"))
+            logger.error(cause)
+            self._fail(UnavailableError(cause))
 
     def _fail(self, error: LatentrayError) -> None:
         self._failure = error

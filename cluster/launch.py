@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from cluster.ray_session import RaySession  # first: it settles how Ray is imported
-
-# isort: split
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -25,6 +22,7 @@ from actors.model_location import to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import ShardSpec
 from cluster import placement
+from cluster.ray_session import RaySession
 from kernels_integration.errors import CollectiveError, LatentrayError, UnavailableError
 
 if TYPE_CHECKING:

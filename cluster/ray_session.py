@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-# Ray's hook for `uv run` would start every worker through uv with the current folder as its working
-# directory; our workers use this interpreter. Ray reads the variable when it is imported.
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-
 import ray
+from ray._private import ray_constants
 
 from kernels_integration.errors import ConfigError, UnavailableError
 
@@ -97,16 +94,17 @@ class _Connection:
         base = "/tmp" if Path("/tmp").is_dir() else None
         connection = cls(is_ours=True, temp_dir=Path(tempfile.mkdtemp(prefix="latentray-", dir=base)))
         try:
-            cls._init(
-                address="local",
-                num_cpus=_LOCAL_CPUS,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(connection.temp_dir),
-                runtime_env=_local_runtime_env(),
-                # Ray's own default is 15: whatever else runs on the machine would go first.
-                _system_config={"worker_niceness": 0},
-            )
+            with _no_uv_workers():
+                cls._init(
+                    address="local",
+                    num_cpus=_LOCAL_CPUS,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    _temp_dir=str(connection.temp_dir),
+                    runtime_env=_local_runtime_env(),
+                    # Ray's own default is 15: whatever else runs on the machine would go first.
+                    _system_config={"worker_niceness": 0},
+                )
         except BaseException:
             connection.close()
             raise
@@ -168,6 +166,21 @@ def _check_reachable(address: str) -> None:
         raise ConnectionError("no running cluster was found on this machine")
     host, _, port = found.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+
+
+@contextlib.contextmanager
+def _no_uv_workers() -> Iterator[None]:
+    """Under `uv run` Ray would start every worker through uv, in a copy of the current folder.
+
+    Workers of a local cluster use this interpreter as it is. Ray reads the variable of that name once, when
+    it is imported.
+    """
+    before = ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    try:
+        yield
+    finally:
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = before
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ def step_input(step: int, epoch: int = 0, num_requests: int = 1) -> StepInput:
     ones = np.ones(num_requests, np.uint8)
     return StepInput(
         epoch=epoch, step=step, slot=ints, admission=ints, kind=ones, k=ones, fill=ones, start=ints,
-        readonly=ones, ids=ints, ids_indptr=NO_ROWS, new_blocks=ints, new_blocks_indptr=NO_ROWS, accepted=ints,
-        accepted_indptr=NO_ROWS,
+        readonly=ones, ids=ints, ids_indptr=NO_ROWS, new_blocks=ints, new_blocks_indptr=NO_ROWS,
+        accepted=ints, accepted_indptr=NO_ROWS,
     )  # fmt: skip
 
 

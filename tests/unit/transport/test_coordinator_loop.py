@@ -233,7 +233,7 @@ async def test_a_shard_that_reports_its_failure_is_named_with_the_cause() -> Non
     group = Group(fail_third)
     holder.append(group)
     async with served(group) as client:
-        with pytest.raises(UnavailableError, match=r"shard 0 is lost: rank 1 left \[collective_failed\]"):
+        with pytest.raises(UnavailableError, match=r"shard 0 failed: rank 1 left \[collective_failed\]"):
             await tokens_of(client, "r", 10)
 
 
