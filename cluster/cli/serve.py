@@ -33,6 +33,7 @@ def serve(
     """
     from cluster.serving import start_server
 
+    signal.signal(signal.SIGTERM, _interrupt)  # while it starts, as Ctrl-C
     with closing(ProgressLine()) as progress:
         server = start_server(settings.args, progress=progress)
     with server:
@@ -69,3 +70,7 @@ def _stop_on_signals() -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
     return stop
+
+
+def _interrupt(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
