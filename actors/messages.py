@@ -38,6 +38,35 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     min_p: float = 0.0
     num_logprobs: int = -1
     """-1: none; n >= 0: the token's own log probability and the n best."""
+    num_prompt_logprobs: int = -1
+    """The same, for the prompt's tokens."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else is drawn; empty: everything may be."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences of which the completion may not draw the last token after the others."""
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    """Not drawn for the first min_tokens tokens of the completion."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def has_rules(self) -> bool:
+        """Some logits are edited before the temperature."""
+        ends = self.min_tokens and self.end_token_ids
+        return bool(self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bad_words or ends)
+
+    @property
+    def needs_history(self) -> bool:
+        """The shards must know the tokens before a row."""
+        return self.has_penalties or bool(self.bad_words) or self.num_prompt_logprobs >= 0
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -53,6 +82,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     seed: int
     """uint64, the effective seed."""
     sampling: SamplingSpec
+    history: Int32s = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    """All committed tokens, prompt first, where sampling.needs_history; else empty."""
 
 
 class StepInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -89,7 +120,7 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Natural-log probabilities of the model's own distribution (before temperature and filters).
 
-    One row per entry of StepOutput.tokens; n is the largest num_logprobs of the step.
+    One row per token of the requests that asked; n is the largest number asked for in the step.
     """
 
     sampled: Float32s
@@ -113,7 +144,10 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     length: Int32s
     """[N] tokens whose KV or hidden state the shard holds after the step, by the acceptance rule."""
     logprobs: TokenLogprobs | None = None
-    """Present when a scheduled request asked for them."""
+    """Entries of `tokens` of requests with num_logprobs >= 0, in order; None when no request asked."""
+    prompt_logprobs: TokenLogprobs | None = None
+    """Prompt tokens that the rows of chunks with num_prompt_logprobs >= 0 predict, in order of the rows: row
+    position p predicts token p + 1 while that is part of the prompt."""
 
 
 _EXT_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<i4"), 2: np.dtype("<u1"), 3: np.dtype("<f4")}

@@ -19,6 +19,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """uint64: params.seed, or drawn by the front end (and reported by it)."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end the stream, unless params.ignore_eos."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """params.bad_words as token sequences, whose last token never follows the others in the completion."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -36,6 +38,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     """As many as token_ids when asked for, else empty."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """In the first update, when asked for: of the prompt's tokens but the first, which has none."""
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     """The stop token id or stop string that ended the stream; None for EOS and length."""

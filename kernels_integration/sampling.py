@@ -1,8 +1,9 @@
 """Draw one token per row from logits whose vocabulary is sharded over the ranks.
 
 A row's token is argmax(logits / temperature + gumbel(seed, position, token)) over what min-p, top-k and top-p
-leave: a pure function of the row. It is the same alone or in any batch and for any number of ranks, and
-target and draft that are given the same seed and position share their noise, which is what couples them.
+leave of the logits that its rules have edited: a pure function of the row. It is the same alone or in any
+batch and for any number of ranks, and target and draft that are given the same seed and position share their
+noise, which is what couples them.
 
 Shape legend: R rows, V tokens of this rank's slice (padding columns -inf), W ranks.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 from kernels_integration.collectives import Collectives
 from kernels_integration.errors import LatentrayError
 from kernels_integration.filters import Cuts, surviving
+from kernels_integration.logit_rules import LogitRules
 from kernels_integration.logprobs import Logprobs, logprobs_of
 from kernels_integration.noise import gumbel, random_bits_at
 from kernels_integration.race import best_per_row, race
@@ -40,8 +42,12 @@ class SamplingRows:
     """[R] int64: the bit pattern of the uint64 seed."""
     position: Tensor
     """[R] int64: index, in prompt + completion, of the token being drawn."""
+    rules: LogitRules | None = None
+    """Penalties, bias and bans of the rows that have some."""
     num_logprobs: int = -1
-    """-1: none; n >= 0: the chosen token's log probability and the n best, for all rows."""
+    """-1: none; n >= 0: the chosen token's log probability and the n best."""
+    logprob_rows: Tensor | None = None
+    """[L] int64: the rows that num_logprobs is for; None: all."""
 
     def cuts(self) -> Cuts:
         return Cuts(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
@@ -54,14 +60,15 @@ class Sampled:
     tokens: Tensor
     """[R] int64."""
     logprobs: Logprobs | None
+    """Of the rows asked for, in order."""
 
 
 def sample(local_logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collectives) -> Sampled:
     """One token per row. Collective: every rank calls it with the same rows and its own slice.
 
     local_logits: [R, V] float32 or float64, not written; V the same on all ranks, and rank r + 1's slice lies
-    above rank r's. Logits are divided by the temperature in their own dtype; scores, cuts and log
-    probabilities are float64.
+    above rank r's. Logits are edited and divided by the temperature in their own dtype; scores, cuts and log
+    probabilities are float64. Log probabilities are those of the unedited logits.
 
     NaN and +inf are no number a model can mean: they count as -inf, as padding does, and are never chosen.
     Errors: LatentrayError, on every rank, when a row has no other entry.
@@ -70,12 +77,20 @@ def sample(local_logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Col
     if num_rows == 0:
         tokens = torch.empty(0, dtype=torch.int64, device=local_logits.device)
     else:
-        local_logits = _without_nan(local_logits)
-        tokens = _draw(local_logits, vocab_start, rows, comm)
+        local_logits = without_nan(local_logits)
+        edited = local_logits if rows.rules is None else rows.rules.apply(local_logits)
+        tokens = _draw(edited, vocab_start, rows, comm)
+    return Sampled(tokens=tokens, logprobs=_logprobs(local_logits, vocab_start, tokens, rows, comm))
+
+
+def _logprobs(
+    logits: Tensor, vocab_start: int, tokens: Tensor, rows: SamplingRows, comm: Collectives
+) -> Logprobs | None:
     if rows.num_logprobs < 0:
-        return Sampled(tokens=tokens, logprobs=None)
-    logprobs = logprobs_of(local_logits, vocab_start, tokens, rows.num_logprobs, comm)
-    return Sampled(tokens=tokens, logprobs=logprobs)
+        return None
+    if rows.logprob_rows is not None and len(rows.logprob_rows) < len(tokens):
+        logits, tokens = logits[rows.logprob_rows], tokens[rows.logprob_rows]
+    return logprobs_of(logits, vocab_start, tokens, rows.num_logprobs, comm)
 
 
 def _draw(logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collectives) -> Tensor:
@@ -147,7 +162,8 @@ def _best_of_ranks(value: Tensor, token: Tensor, comm: Collectives) -> Tensor:
     return token
 
 
-def _without_nan(logits: Tensor) -> Tensor:
+def without_nan(logits: Tensor) -> Tensor:
+    """logits with -inf for NaN and +inf; the same tensor where there are none."""
     # One reduction finds both NaN (which it returns) and +inf.
     if float(logits.amax()) < torch.inf:
         return logits

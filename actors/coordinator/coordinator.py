@@ -145,11 +145,17 @@ class Coordinator:
         step = self._checked_step(output)
         self._outstanding.popleft()
         drafts, tokens = output.drafts.tolist(), output.tokens.tolist()
-        logprobs = LogprobRows(output.logprobs) if output.logprobs is not None else None
+        logprobs, prompt_logprobs = LogprobRows(output.logprobs), LogprobRows(output.prompt_logprobs)
         draft_start = token_start = 0
         for rows, length in zip(step.rows, output.length.tolist(), strict=True):
             draft_end = draft_start + rows.k
             token_end = token_start + (rows.kind is not RowKind.MIDDLE_CHUNK) * (rows.k + 1)
+            params, prompt = rows.request.request.params, rows.request.prompt_logprobs
+            first_row = logprobs.claim(token_end - token_start) if params.logprobs is not None else 0
+            num_prompt_rows = 0
+            if prompt is not None and rows.kind is not RowKind.VERIFY:
+                num_prompt_rows = prompt.num_rows(rows.start, rows.num_rows)
+            first_prompt_row = prompt_logprobs.claim(num_prompt_rows)
             if rows.request.admission == rows.admission:  # else it ended, or was preempted, since
                 row_tokens = tokens[token_start:token_end]
                 emitted = accept(drafts[draft_start:draft_end], row_tokens)
@@ -160,8 +166,10 @@ class Coordinator:
                     self._count(rows, row_tokens, len(emitted) - 1)
                 else:
                     self._counters.add(0, 0)
+                if prompt is not None and num_prompt_rows:
+                    prompt.add(prompt_logprobs, first_prompt_row, rows.start, num_prompt_rows)
                 if emitted:
-                    self._commit(rows.request, emitted, logprobs, token_start)
+                    self._commit(rows.request, emitted, logprobs, first_row)
             draft_start, token_start = draft_end, token_end
         self._step_s += started - step.sent_at
         self._process_s += self._clock() - started
@@ -254,9 +262,7 @@ class Coordinator:
         rows.request.num_draft_tokens += num_proposed
         rows.request.num_accepted_tokens += num_accepted
 
-    def _commit(
-        self, state: RequestState, emitted: list[int], logprobs: LogprobRows | None, first_row: int
-    ) -> None:
+    def _commit(self, state: RequestState, emitted: list[int], logprobs: LogprobRows, first_row: int) -> None:
         kept = state.commit(emitted)
         self._num_generated_tokens += len(kept)
         num_top = state.request.params.logprobs
@@ -264,7 +270,8 @@ class Coordinator:
             RequestUpdate(
                 request_id=state.request.request_id,
                 token_ids=tuple(kept),
-                logprobs=logprobs.of(kept, first_row, num_top) if logprobs and num_top is not None else (),
+                logprobs=logprobs.of(kept, first_row, num_top) if num_top is not None else (),
+                prompt_logprobs=state.prompt_logprobs.take() if state.prompt_logprobs else (),
                 finish_reason=state.finish_reason,
                 matched_stop=state.stop.matched_stop,
                 num_prompt_tokens=state.num_prompt_tokens,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from actors.coordinator.logprobs import PromptLogprobs
 from actors.coordinator.stopping import StopConditions
 from actors.requests import FinishReason, Request
 
@@ -26,6 +27,7 @@ class RequestState:
         "num_computed",
         "num_draft_tokens",
         "num_prompt_tokens",
+        "prompt_logprobs",
         "request",
         "slot",
         "stop",
@@ -42,6 +44,8 @@ class RequestState:
         """Committed: prompt and completion."""
         self.num_prompt_tokens = len(self.tokens)
         self.stop = StopConditions(request, limit=limit, tokenizer=tokenizer)
+        num_top = request.params.prompt_logprobs
+        self.prompt_logprobs = None if num_top is None else PromptLogprobs(request.prompt_token_ids, num_top)
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.admission = NOT_ADMITTED

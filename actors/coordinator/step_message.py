@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.coordinator.request_state import RequestState
+from actors.coordinator.sampling_spec import sampling_spec
 from actors.coordinator.scheduler import Schedule
-from actors.messages import Admission, RowKind, SamplingSpec, StepInput
+from actors.messages import Admission, RowKind, StepInput
 
 
 def build_step_input(schedule: Schedule, *, epoch: int, step: int) -> StepInput:
@@ -50,20 +51,15 @@ def build_step_input(schedule: Schedule, *, epoch: int, step: int) -> StepInput:
 
 
 def _admission(request: RequestState) -> Admission:
-    params = request.request.params
+    sampling = sampling_spec(request.request)
     return Admission(
         slot=request.slot,
         admission=request.admission,
         limit=request.limit,
         prompt_len=request.num_prompt_tokens,
         seed=request.request.seed,
-        sampling=SamplingSpec(
-            temperature=params.temperature,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        ),
+        sampling=sampling,
+        history=_int32s(request.tokens if sampling.needs_history else []),
     )
 
 

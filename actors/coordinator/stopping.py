@@ -20,7 +20,7 @@ class StopStringFinder:
         self._tail_len = max(map(len, stop)) - 1
 
     def push(self, token_id: int) -> str | None:
-        """The stop string that this token completes.
+        """The stop string that ends in the text which this token makes certain.
 
         Of several, the one that ends first in the text, then the first of the list, as vLLM decides: so
         the choice does not depend on how the text is cut into tokens.
@@ -28,9 +28,11 @@ class StopStringFinder:
         new = self._detokenizer.push((token_id,))
         if not new:
             return None
-        text = self._tail + new
+        text, num_old = self._tail + new, len(self._tail)
         self._tail = text[-self._tail_len :] if self._tail_len else ""
-        ends = {s: text.find(s) + len(s) for s in self._stop if s in text}
+        # What ended in earlier text was refused there (min_tokens) and does not count again.
+        found = {s: text.find(s, max(0, num_old - len(s) + 1)) for s in self._stop}
+        ends = {s: start + len(s) for s, start in found.items() if start >= 0}
         return min(ends, key=ends.__getitem__) if ends else None
 
 
@@ -40,6 +42,7 @@ class StopConditions:
     __slots__ = (
         "_eos_ids",
         "_limit",
+        "_num_undecided",
         "_stop_ids",
         "_strings",
         "_watched_ids",
@@ -51,6 +54,7 @@ class StopConditions:
         """limit: tokens of prompt and completion together. tokenizer: needed where `params.stop` is given."""
         params = request.params
         self._limit = limit
+        self._num_undecided = len(request.prompt_token_ids) + params.min_tokens
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(request.eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._watched_ids = self._eos_ids | self._stop_ids
@@ -80,11 +84,13 @@ class StopConditions:
         return len(emitted)
 
     def _ends_at(self, token: int, num_tokens: int) -> bool:
-        if token in self._eos_ids:
+        may_stop = num_tokens > self._num_undecided  # a stop in the first min_tokens tokens does not count
+        found = self._strings.push(token) if self._strings is not None else None
+        if may_stop and token in self._eos_ids:
             self.finish_reason = "stop"
-        elif token in self._stop_ids:
+        elif may_stop and token in self._stop_ids:
             self.finish_reason, self.matched_stop = "stop", token
-        elif self._strings is not None and (found := self._strings.push(token)) is not None:
+        elif may_stop and found is not None:
             self.finish_reason, self.matched_stop = "stop", found
         elif num_tokens >= self._limit:
             self.finish_reason = "length"

@@ -5,21 +5,24 @@ import torch
 from numpy.typing import NDArray
 
 from actors.messages import Admission
+from actors.shard.slot_rules import Preceding, SlotRules
 from kernels_integration.sampling import SamplingRows
 
 Int64s = NDArray[np.int64]
 
 
 class SamplingState:
-    """Owner of each slot's sampling parameters; set at admission only."""
+    """Owner of each slot's sampling parameters, set at admission only, and of the history that they need."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, vocab_start: int, slice_size: int) -> None:
+        """vocab_start, slice_size: this rank's part of the vocabulary."""
         self._temperature = np.zeros(num_slots, np.float32)
         self._top_k = np.zeros(num_slots, np.int64)
         self._top_p = np.ones(num_slots, np.float32)
         self._min_p = np.zeros(num_slots, np.float32)
         self._seed = np.zeros(num_slots, np.int64)
         self._num_logprobs = np.full(num_slots, -1, np.int64)
+        self._rules = SlotRules(vocab_start=vocab_start, slice_size=slice_size)
 
     def admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
@@ -29,9 +32,21 @@ class SamplingState:
         self._min_p[slot] = sampling.min_p
         self._seed[slot] = np.uint64(admission.seed).astype(np.int64)
         self._num_logprobs[slot] = sampling.num_logprobs
+        self._rules.admit(admission)
 
-    def rows(self, slots: Int64s, positions: Int64s, *, with_logprobs: bool) -> SamplingRows:
-        """Rows that draw the tokens at `positions` (index in prompt + completion) for `slots`."""
+    def append(self, slot: int, tokens: NDArray[np.int32]) -> None:
+        """These tokens of the slot's request were accepted: rules of later rows count them."""
+        self._rules.append(slot, tokens)
+
+    def rows(
+        self, slots: Int64s, positions: Int64s, *, preceding: Preceding | None = None, with_logprobs: bool
+    ) -> SamplingRows:
+        """Rows that draw the tokens at `positions` (index in prompt + completion) for `slots`.
+
+        preceding: drafts between a slot's accepted tokens and each row; None: there are none.
+        """
+        num_logprobs = self._num_logprobs[slots] if with_logprobs else np.full(len(slots), -1)
+        asked = np.flatnonzero(num_logprobs >= 0)
         return SamplingRows(
             temperature=torch.from_numpy(self._temperature[slots]),
             top_k=torch.from_numpy(self._top_k[slots]),
@@ -39,5 +54,7 @@ class SamplingState:
             min_p=torch.from_numpy(self._min_p[slots]),
             seed=torch.from_numpy(self._seed[slots]),
             position=torch.from_numpy(positions),
-            num_logprobs=int(self._num_logprobs[slots].max()) if with_logprobs and len(slots) else -1,
+            rules=self._rules.gather(slots, positions, preceding),
+            num_logprobs=int(num_logprobs[asked].max()) if len(asked) else -1,
+            logprob_rows=torch.from_numpy(asked),
         )

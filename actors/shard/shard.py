@@ -16,7 +16,9 @@ from actors.messages import StepInput, StepOutput, TokenLogprobs
 from actors.model.model import Model
 from actors.shard.block_tables import BlockTables
 from actors.shard.pending import PendingRows
+from actors.shard.prompt_logprobs import PromptLogprobs
 from actors.shard.sampling_state import SamplingState
+from actors.shard.slot_rules import Preceding
 from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
@@ -65,7 +67,12 @@ class Shard:
             num_kv_blocks=config.num_kv_blocks,
             dcp=dcp,
         )
-        self._sampling = SamplingState(config.max_num_seqs)
+        vocabulary = {
+            "vocab_start": model.vocab_start,
+            "slice_size": -(-model.config.vocab_size // tp.size),
+        }
+        self._sampling = SamplingState(config.max_num_seqs, **vocabulary)
+        self._prompt_logprobs = PromptLogprobs(**vocabulary)
         self._pending = PendingRows(
             num_slots=config.max_num_seqs if config.num_speculative_tokens else 0,
             capacity=PENDING_CAPACITY,
@@ -87,9 +94,10 @@ class Shard:
         with self._spans("verify"):
             hidden = self._verify(step, rows, drafts)
         with self._spans("sampling"):
-            sampled = self._sample(rows, hidden)
+            sampled = self._sample(rows, hidden, drafts)
+            prompt_logprobs = self._prompt_logprobs.of_step(rows, hidden, self._model.logits, self._tp)
         if self._tp.rank == 0:
-            report(_output(step, rows, drafts, sampled))
+            report(_output(step, rows, drafts, sampled, prompt_logprobs))
         if self._config.num_speculative_tokens:
             with self._spans("prompt_fill"):
                 self._fill_prompt(step, rows, hidden)
@@ -104,6 +112,7 @@ class Shard:
         for admission in step.admit:
             self._tables.reset(admission.slot)
             self._sampling.admit(admission)
+            self._prompt_logprobs.admit(admission)
             self._admission[admission.slot] = admission.admission
             if self._config.num_speculative_tokens:
                 self._pending.reset(admission.slot)
@@ -112,9 +121,11 @@ class Shard:
             begin, end = step.new_blocks_indptr[i], step.new_blocks_indptr[i + 1]
             if begin < end:
                 self._tables.append(slot, step.new_blocks[begin:end])
-            if i < rows.num_verifies and self._config.num_speculative_tokens:
+            if i < rows.num_verifies:
                 accepted = step.accepted[step.accepted_indptr[i] : step.accepted_indptr[i + 1]]
-                self._pending.confirm(slot, accepted)
+                self._sampling.append(slot, accepted)
+                if self._config.num_speculative_tokens:
+                    self._pending.confirm(slot, accepted)
 
     def _draft(self, rows: StepRows) -> Tensor:
         """[sum k] int64 draft tokens, packed by request: the pending rows, then k - 1 single rows."""
@@ -126,7 +137,7 @@ class Shard:
         for i in range(k_max):
             active = rows.num_drafting(i)
             slots, anchors = rows.slots[:active], rows.starts[:active]
-            tokens = self._sample_tokens(state[:active], slots, anchors + i + 1)
+            tokens = self._sample_tokens(state[:active], slots, anchors + i + 1, drafts[:active, :i])
             drafts[:active, i] = tokens
             following = rows.num_drafting(i + 1)
             if following:
@@ -164,17 +175,26 @@ class Shard:
         row_batch = self._tables.rows(rows.slots, rows.starts, rows.counts, readonly=rows.readonly)
         return self._model.forward(token_ids, row_batch, self._cache, self._planner())
 
-    def _sample(self, rows: StepRows, hidden: Tensor) -> Sampled:
+    def _sample(self, rows: StepRows, hidden: Tensor, drafts: Tensor) -> Sampled:
         """The target's own token of every verify row and of every final chunk."""
         target_rows, slots, positions = rows.sampled_rows()
         if len(target_rows) < len(hidden):
             hidden = hidden[torch.from_numpy(target_rows)]
-        sampling = self._sampling.rows(slots, positions, with_logprobs=True)
+        sampling = self._sampling.rows(
+            slots, positions, preceding=rows.preceding(drafts.numpy()), with_logprobs=True
+        )
         return sample(self._model.logits(hidden), self._model.vocab_start, sampling, self._tp)
 
-    def _sample_tokens(self, state: Tensor, slots: Int64s, positions: Int64s) -> Tensor:
+    def _sample_tokens(self, state: Tensor, slots: Int64s, positions: Int64s, before: Tensor) -> Tensor:
+        """[b] the next draft of each request; before: [b, i] its drafts so far."""
         with self._spans("sampling"):
-            sampling = self._sampling.rows(slots, positions, with_logprobs=False)
+            num_before = before.shape[1]
+            preceding = Preceding(
+                tokens=before.flatten().numpy(),
+                first=np.arange(len(slots)) * num_before,
+                count=np.full(len(slots), num_before),
+            )
+            sampling = self._sampling.rows(slots, positions, preceding=preceding, with_logprobs=False)
             return sample(self._model.logits(state), self._model.vocab_start, sampling, self._tp).tokens
 
     def _fill_prompt(self, step: StepInput, rows: StepRows, hidden: Tensor) -> None:
@@ -227,20 +247,24 @@ class Shard:
         return StepPlanner(self._num_parts, reuse_split=self._dcp.size == 1)
 
 
-def _output(step: StepInput, rows: StepRows, drafts: Tensor, sampled: Sampled) -> StepOutput:
+def _output(
+    step: StepInput, rows: StepRows, drafts: Tensor, sampled: Sampled, prompt_logprobs: Logprobs | None
+) -> StepOutput:
     draft_ids, tokens = drafts.numpy(), sampled.tokens.numpy()
-    logprobs = sampled.logprobs
     return StepOutput(
         epoch=step.epoch,
         step=step.step,
         drafts=draft_ids.astype(np.int32),
         tokens=tokens.astype(np.int32),
         length=rows.lengths(draft_ids, tokens),
-        logprobs=None if logprobs is None else _logprobs_message(logprobs),
+        logprobs=_logprobs_message(sampled.logprobs),
+        prompt_logprobs=_logprobs_message(prompt_logprobs),
     )
 
 
-def _logprobs_message(logprobs: Logprobs) -> TokenLogprobs:
+def _logprobs_message(logprobs: Logprobs | None) -> TokenLogprobs | None:
+    if logprobs is None:
+        return None
     return TokenLogprobs(
         sampled=logprobs.sampled.numpy().astype(np.float32),
         top_ids=logprobs.top_ids.numpy().astype(np.int32).reshape(-1),

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.messages import RowKind, StepInput
+from actors.shard.slot_rules import Preceding
 
 Int64s = NDArray[np.int64]
 
@@ -79,6 +80,19 @@ class StepRows:
         )
         chunk_positions = (self.starts + self.counts - 1)[self.final]
         return rows, slots, np.concatenate([verify_positions, chunk_positions]) + 1
+
+    def preceding(self, drafts: Int64s) -> Preceding:
+        """The drafts before each of `sampled_rows`; drafts: [sum k], packed by request."""
+        num_tokens = self.k + 1
+        first_rows = np.cumsum(num_tokens) - num_tokens
+        num_final = int(self.final.sum())
+        offsets = np.arange(self.num_verify_rows) - np.repeat(first_rows, num_tokens)
+        none = np.zeros(num_final, np.int64)
+        return Preceding(
+            tokens=drafts,
+            first=np.concatenate([np.repeat(np.cumsum(self.k) - self.k, num_tokens), none]),
+            count=np.concatenate([offsets, none]),
+        )
 
     def lengths(self, drafts: Int64s, tokens: Int64s) -> NDArray[np.int32]:
         """[N] tokens whose KV the shard holds after the step, by the acceptance rule (contracts/mtp.md 4).

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from actors.sampling_params import MAX_LOGPROBS, SamplingParams
+from actors.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from kernels_integration.errors import InvalidRequestError
 
 
@@ -56,8 +56,8 @@ UNSERVED_PARAMETERS: tuple[Unserved, ...] = (
     _present("prompt_logprobs"),
     Unserved(
         "logprobs",
-        f"unset or 0 to {MAX_LOGPROBS}",
-        lambda p: not p.HasField("logprobs") or 0 <= p.logprobs <= MAX_LOGPROBS,
+        f"unset or 0 to {DEFAULT_MAX_LOGPROBS}",
+        lambda p: not p.HasField("logprobs") or 0 <= p.logprobs <= DEFAULT_MAX_LOGPROBS,
     ),
     _false("include_stop_str_in_output"),
     _present("truncate_prompt_tokens"),

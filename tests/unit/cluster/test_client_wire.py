@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.sampling_params import MAX_LOGPROBS, SamplingParams
+from actors.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from cluster.client import wire
 from cluster.errors import error_classes
 from cluster.gateway import parameters
@@ -26,7 +26,7 @@ params_strategy = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(0, 6143), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
-    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+    logprobs=st.none() | st.integers(0, DEFAULT_MAX_LOGPROBS),
     skip_special_tokens=st.booleans(),
 )
 

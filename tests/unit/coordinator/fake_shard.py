@@ -100,10 +100,13 @@ class FakeShard:
                 assert position <= slot.admission.limit - 2, "a row beyond the limit"
                 self._write(self.latent, slot, position, (token,))
         tokens: list[int] = []
+        asked: list[int] = []
+        asked_of_prompts: list[int] = []
         lengths: list[int] = []
         for i, slot in enumerate(slots):
             states = self._read_states(slot, int(step.start[i]) + len(rows[i]))
             after_rows = states[int(step.start[i]) :]
+            num_before = len(tokens)
             match step.kind[i]:
                 case RowKind.VERIFY:
                     own = [target_token(s) for s in after_rows]
@@ -118,6 +121,13 @@ class FakeShard:
                 case RowKind.MIDDLE_CHUNK:
                     slot.computed = int(step.start[i]) + len(rows[i])
             lengths.append(slot.computed)
+            spec, prompt_len = slot.admission.sampling, slot.admission.prompt_len
+            if spec.num_logprobs >= 0:
+                asked += tokens[num_before:]
+            if spec.num_prompt_logprobs >= 0 and step.kind[i] != RowKind.VERIFY:
+                assert len(slot.admission.history) >= prompt_len
+                end = min(slot.computed + 1, prompt_len)
+                asked_of_prompts += slot.admission.history[int(step.start[i]) + 1 : end].tolist()
         for i, slot in enumerate(slots):
             if step.kind[i] != RowKind.VERIFY:
                 self._prompt_fill(slot, int(step.start[i]), ids[i])
@@ -127,7 +137,10 @@ class FakeShard:
             drafts=np.array([d for ds in drafts for d in ds], np.int32),
             tokens=np.array(tokens, np.int32),
             length=np.array(lengths, np.int32),
-            logprobs=_logprobs(tokens, max(s.admission.sampling.num_logprobs for s in slots)),
+            logprobs=_logprobs(asked, max(s.admission.sampling.num_logprobs for s in slots)),
+            prompt_logprobs=_logprobs(
+                asked_of_prompts, max(s.admission.sampling.num_prompt_logprobs for s in slots)
+            ),
         )
 
     def _check_shape(self, step: StepInput) -> None:

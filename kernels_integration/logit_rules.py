@@ -1,0 +1,81 @@
+"""What a request says about single tokens, applied to logits before the temperature; sharded by vocabulary.
+
+Order and meaning follow vLLM: allowed ids (all others: -inf), bans (-inf), bias (added), then the penalties:
+repetition over prompt and completion (a positive logit is divided, another multiplied), frequency times the
+number of times that the completion holds the token, presence once if it holds it. Each entry depends on
+itself alone, so a rank edits its own slice and nothing is exchanged.
+
+Shape legend: R rows of a batch, V tokens of this rank's slice, P rows with penalties.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Single logits: (row, column) pairs, each at most once. Columns count from the slice's first token."""
+
+    row: Tensor
+    """[N] int64."""
+    column: Tensor
+    """[N] int64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """Penalties of P rows, and the tokens that they count."""
+
+    row: Tensor
+    """[P] int64, ascending."""
+    repetition: Tensor
+    """[P] float64, above 0; 1: off."""
+    frequency: Tensor
+    """[P] float64; 0: off."""
+    presence: Tensor
+    """[P] float64; 0: off."""
+    counts: Tensor
+    """[P, V] int32: how often the completion before the row holds each token."""
+    in_prompt: Tensor
+    """[P, V] bool."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[P, V] of the penalised rows; logits: [P, V], not written."""
+        dtype = logits.dtype
+        held = self.counts > 0
+        repetition = self.repetition.to(dtype).unsqueeze(1)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(held | self.in_prompt, repeated, logits)
+        logits = logits - self.frequency.to(dtype).unsqueeze(1) * self.counts
+        return logits - self.presence.to(dtype).unsqueeze(1) * held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitRules:
+    """Edits of some rows of a batch. What is None asks for nothing."""
+
+    restricted_rows: Tensor | None = None
+    """[A] int64: rows that may draw nothing but `allowed`."""
+    allowed: Entries | None = None
+    banned: Entries | None = None
+    biased: Entries | None = None
+    bias: Tensor | None = None
+    """Float64, one value for each entry of `biased`."""
+    penalties: Penalties | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[R, V] edited logits; `logits` itself is not written."""
+        edited = logits.clone()
+        if self.restricted_rows is not None:
+            edited[self.restricted_rows] = -torch.inf
+        if self.allowed is not None:
+            edited[self.allowed.row, self.allowed.column] = logits[self.allowed.row, self.allowed.column]
+        if self.banned is not None:
+            edited[self.banned.row, self.banned.column] = -torch.inf
+        if self.biased is not None and self.bias is not None:
+            edited[self.biased.row, self.biased.column] += self.bias.to(logits.dtype)
+        if self.penalties is not None:
+            edited[self.penalties.row] = self.penalties.apply(edited[self.penalties.row])
+        return edited
