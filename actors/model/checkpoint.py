@@ -1,64 +1,63 @@
-"""Safetensors of a checkpoint directory: names and shapes from the headers, data slice by slice.
+"""A checkpoint directory: names and shapes from the headers of its safetensors, values slice by slice.
 
 Only files that end in .safetensors are ever opened: nothing in a checkpoint can be executed.
 """
 
-import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from actors.model.checkpoint_check import find_problems
+from actors.model.checkpoint_files import CheckpointFiles
+from actors.model.dequantize import dequantize
+from actors.model.quantization import DEFAULT_BLOCK_SIZE, SCALE_SUFFIX
+from actors.model.safetensors_file import TensorInfo
 from kernels_integration.errors import CheckpointError
 
-INDEX_FILE = "model.safetensors.index.json"
-READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
+TILE_BYTES = 1 << 20
+"""Stored bytes that are converted at a time; they and their float32 values stay in a core's cache."""
+_MAX_SKIPPED_BYTES = 1 << 14
+"""Between the columns of two rows, up to which reading through is cheaper than another call."""
+_MAX_LISTED = 100
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """What a safetensors header tells of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """As safetensors spells it: BF16, F16, F32, F8_E4M3..."""
-    file: str
+_TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 class Checkpoint:
-    """An open checkpoint. Use it as a context manager: the files stay mapped until it closes.
+    """An open checkpoint. Use it as a context manager: the files stay open until it closes.
 
-    With an index file the index says which file holds a tensor; without one, all *.safetensors do.
-
-    Errors: CheckpointError: no safetensors, an index that is not JSON or names files or tensors that do not
-    exist, a file that is truncated or not safetensors, a tensor in two files.
+    Stacked experts appear under the released name of each expert. What is wrong with the files is collected
+    in `problems` for `check` to raise; `notes` tell of what is odd but legal.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, block_size: tuple[int, int] = DEFAULT_BLOCK_SIZE) -> None:
+        """block_size: rows and columns of an FP8 weight that share a scale."""
         self.path = Path(path)
-        self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}
-        self._infos: dict[str, TensorInfo] = {}
-        try:
-            index = self._read_index()
-            for file in sorted(set(index.values())) if index is not None else self._list_files():
-                self._open(file, index)
-            absent = sorted(set(index or {}) - set(self._infos))
-            if absent:
-                raise CheckpointError(
-                    f"{self.path / INDEX_FILE} names tensors that its files lack; download them again:\n"
-                    + "\n".join(f"  {name}" for name in absent)
-                )
-        except BaseException:
-            self.close()
-            raise
+        self.block_size = block_size
+        self.on_read: Callable[[int], None] = lambda num_bytes: None
+        """Called with the number of bytes after each read from a file."""
+        self._files = CheckpointFiles(self.path)
+        self._infos = self._files.tensors
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def problems(self) -> list[str]:
+        return self._files.problems
+
+    @property
+    def notes(self) -> list[str]:
+        return self._files.notes
 
     def __enter__(self) -> Self:
         return self
@@ -69,8 +68,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        self._handles.clear()
-        self._stack.close()
+        self._files.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._infos
@@ -81,93 +79,141 @@ class Checkpoint:
     def __getitem__(self, name: str) -> TensorInfo:
         return self._infos[name]
 
-    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare the tensors with the names and shapes that a model expects.
+    def find_problems(
+        self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]
+    ) -> list[str]:
+        """One line for all that is wrong with the files, and with the tensors that a model expects.
 
-        Errors: CheckpointError that lists every missing, unexpected, wrongly shaped and unreadable tensor.
+        Tensors that are missing, unexpected, of a wrong shape, of a dtype that cannot be read.
         """
-        expected = {**optional, **required}
-        problems = [
-            f"missing     {name}, shape {list(shape)}" for name, shape in required.items() if name not in self
-        ]
-        for name, info in self._infos.items():
-            if name not in expected:
-                problems.append(f"unexpected  {name}, shape {list(info.shape)} in {info.file}")
-                continue
-            if info.shape != expected[name]:
-                problems.append(
-                    f"wrong shape {name}: {list(info.shape)} in {info.file}, must be {list(expected[name])}"
-                )
-            if info.dtype not in READABLE_DTYPES:
-                legal = ", ".join(READABLE_DTYPES)
-                problems.append(f"wrong dtype {name}: {info.dtype} in {info.file}, must be one of {legal}")
+        return self.problems + find_problems(self._files, required, optional, self.block_size)
+
+    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+        """Errors: CheckpointError that lists what `find_problems` finds."""
+        problems = self.find_problems(required, optional)
         if problems:
+            lines = [f"  {p}" for p in problems[:_MAX_LISTED]]
+            if len(problems) > _MAX_LISTED:
+                lines.append(
+                    f"  and {len(problems) - _MAX_LISTED} more; `latentray inspect {self.path}` lists them"
+                )
             raise CheckpointError(
-                f"{self.path}: tensors do not fit config.json ({len(problems)} problems):\n"
-                + "\n".join(f"  {p}" for p in problems)
+                f"{self.path}: the weights cannot be loaded as config.json describes them "
+                f"({len(problems)} problems):\n" + "\n".join(lines)
             )
 
-    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """The named slice as stored; only its bytes are copied out of the file.
+    def read(
+        self,
+        name: str,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The named slice in `dtype` (default: as stored); FP8 is dequantised, into float32 by default.
 
-        Errors: CheckpointError when a value of the slice is NaN or infinite.
+        Memory beyond the result: a tile. Errors: CheckpointError when a value is NaN, infinite or too large
+        for the dtype.
         """
         info = self._infos[name]
-        part = self._handles[info.file].get_slice(name)
-        data: Tensor = part[rows] if len(info.shape) == 1 else part[rows, columns]
-        if not bool(torch.isfinite(data).all()):
-            raise CheckpointError(
-                f"{self.path / info.file}: tensor {name} holds NaN or infinite values; weights must be "
-                "finite. Download the checkpoint again or repair its conversion"
-            )
-        return data
+        stored = _TORCH_DTYPES[info.dtype]
+        is_quantized = f"{name}{SCALE_SUFFIX}" in self._infos
+        if dtype is None:
+            dtype = torch.float32 if is_quantized else stored
+        row_range = range(*rows.indices(info.shape[0]))
+        column_range = range(*columns.indices(_width(info)))
+        out = torch.empty(len(row_range), len(column_range), dtype=dtype)
+        self._fill(name, row_range, column_range, out)
+        return out if len(info.shape) > 1 else out[:, 0]
 
-    def _list_files(self) -> list[str]:
-        files = sorted(f for f in os.listdir(self.path) if f.endswith(".safetensors"))
-        if not files:
-            raise CheckpointError(
-                f"{self.path} holds no *.safetensors; only safetensors checkpoints are read, pickle files "
-                "(*.bin, *.pt, *.pth) never are: convert the checkpoint to safetensors"
-            )
-        return files
-
-    def _read_index(self) -> dict[str, str] | None:
-        file = self.path / INDEX_FILE
-        if not file.exists():
-            return None
+    def find_bad_values(self, name: str) -> str | None:
+        """Read a whole tensor, tile by tile; what is wrong with its values, None if nothing."""
+        info = self._infos[name]
+        tile = torch.empty(_tile_rows(info, _width(info)), _width(info), dtype=torch.float32)
         try:
-            index = dict(json.loads(file.read_bytes())["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{file} cannot be read as a safetensors index: {error!r}") from None
-        for name, at in index.items():
-            if not isinstance(at, str) or os.path.basename(at) != at or not at.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{file} says that tensor {name} is in {at!r}; it must be a *.safetensors file beside it"
-                )
-        absent = sorted({at for at in index.values() if not (self.path / at).is_file()})
-        if absent:
-            raise CheckpointError(
-                f"{self.path} lacks files that {INDEX_FILE} names: {', '.join(absent)}; download them again"
-            )
-        return index
+            for start in range(0, info.shape[0], len(tile)):
+                rows = range(start, min(start + len(tile), info.shape[0]))
+                self._fill(name, rows, range(_width(info)), tile[: len(rows)])
+        except CheckpointError as error:
+            return str(error)
+        return None
 
-    def _open(self, file: str, index: Mapping[str, str] | None) -> None:
-        try:
-            handle = self._stack.enter_context(safe_open(self.path / file, framework="pt"))
-            for name in handle.keys():  # noqa: SIM118 - not a dict
-                if index is not None and index.get(name) != file:
-                    continue
-                if name in self._infos:
-                    raise CheckpointError(
-                        f"tensor {name} is in {self._infos[name].file} and in {file} of {self.path}; "
-                        f"keep one, or add {INDEX_FILE}"
-                    )
-                header = handle.get_slice(name)
-                self._infos[name] = TensorInfo(
-                    shape=tuple(header.get_shape()), dtype=header.get_dtype(), file=file
+    def _fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
+        """Fill out [rows, columns] tile by tile."""
+        if not rows or not columns:
+            return
+        info = self._infos[name]
+        stored = _TORCH_DTYPES[info.dtype]
+        scale_name = f"{name}{SCALE_SUFFIX}"
+        scale = self.read(scale_name, dtype=torch.float32) if scale_name in self._infos else None
+        step = _tile_rows(info, _width(info) if _reads_through(info, columns) else len(columns))
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            target = out[start : start + len(part)]
+            if scale is not None:
+                dequantize(
+                    self._read_tile(info, part, columns),
+                    scale,
+                    target,
+                    first_row=part.start,
+                    first_column=columns.start,
+                    block_size=self.block_size,
                 )
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path / file} is truncated or not a safetensors file ({error}); download it again"
-            ) from None
-        self._handles[file] = handle
+            elif out.dtype is stored and len(columns) == _width(info):
+                self._read_rows(info, part, columns, target.view(torch.uint8))
+            else:
+                target.copy_(self._read_tile(info, part, columns).view(stored))
+            self._require_finite(name, info, target)
+
+    def _read_tile(self, info: TensorInfo, rows: range, columns: range) -> Tensor:
+        """Stored bytes of a part, [rows, columns * itemsize] uint8 contiguous, valid until the next call."""
+        item = _TORCH_DTYPES[info.dtype].itemsize
+        if not _reads_through(info, columns):
+            return self._read_rows(info, rows, columns, self._stage(len(rows), len(columns) * item))
+        raw = self._stage(len(rows), _width(info) * item)
+        self._read_rows(info, rows, range(_width(info)), raw)
+        return raw[:, columns.start * item : columns.stop * item].contiguous()
+
+    def _read_rows(self, info: TensorInfo, rows: range, columns: range, raw: Tensor) -> Tensor:
+        """Fill raw, as many contiguous bytes as the part takes: at once where it is whole rows."""
+        item = _TORCH_DTYPES[info.dtype].itemsize
+        pitch, length = _width(info) * item, len(columns) * item
+        first = info.offset + rows.start * pitch + columns.start * item
+        file, buffer = self._files[info.file], raw.numpy().data.cast("B")
+        if length == pitch:
+            file.read_into(buffer, first)
+        else:
+            for row in range(len(rows)):
+                file.read_into(buffer[row * length : (row + 1) * length], first + row * pitch)
+        self.on_read(len(buffer))
+        return raw
+
+    def _stage(self, height: int, width: int) -> Tensor:
+        if self._staging.numel() < height * width:
+            self._staging = torch.empty(height * width, dtype=torch.uint8)
+        return self._staging[: height * width].view(height, width)
+
+    def _require_finite(self, name: str, info: TensorInfo, values: Tensor) -> None:
+        # NaN is the least and the greatest wherever it occurs; one pass without temporaries.
+        least, greatest = torch.aminmax(values)
+        if bool(torch.isfinite(least)) and bool(torch.isfinite(greatest)):
+            return
+        raise CheckpointError(
+            f"{self.path / info.file}: tensor {name} holds NaN or infinite values (or larger ones than "
+            f"{str(values.dtype).removeprefix('torch.')} holds); weights must be finite. Download the "
+            "checkpoint again or repair its conversion"
+        )
+
+
+def _width(info: TensorInfo) -> int:
+    return info.shape[1] if len(info.shape) > 1 else 1
+
+
+def _tile_rows(info: TensorInfo, num_columns: int) -> int:
+    return max(1, TILE_BYTES // (num_columns * _TORCH_DTYPES[info.dtype].itemsize))
+
+
+def _reads_through(info: TensorInfo, columns: range) -> bool:
+    """Whether whole rows are read for a part of their columns."""
+    skipped = _width(info) - len(columns)
+    return skipped * _TORCH_DTYPES[info.dtype].itemsize <= _MAX_SKIPPED_BYTES

@@ -5,7 +5,7 @@ scale per block of the weight. Which tensors are so stored is told by the scales
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 DEFAULT_BLOCK_SIZE = (128, 128)
 SCALE_SUFFIX = "_scale_inv"
@@ -51,8 +51,7 @@ def read_block_size(raw: Mapping[str, Any], problems: list[str]) -> tuple[int, i
                 f"quantization_config.{name} {config[name]!r} is not supported; it must be {legal!r}"
             )
     size = config.get("weight_block_size")
-    is_pair = isinstance(size, list) and len(size) == 2
-    if not is_pair or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
+    if not _is_pair_of_counts(size):
         problems.append(
             f"quantization_config.weight_block_size is {size!r}; it must be two integers >= 1, such as "
             f"[128, 128]: FP8 with one scale per tensor or channel is not supported; {SUPPORTED}"
@@ -61,9 +60,17 @@ def read_block_size(raw: Mapping[str, Any], problems: list[str]) -> tuple[int, i
     return size[0], size[1]
 
 
+def _is_pair_of_counts(value: object) -> TypeGuard[list[int]]:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value)
+
+
 def _details(config: Mapping[str, Any]) -> str:
     """The words by which a user knows the variant: bits and formats."""
-    told = [f"{name} {config[name]!r}" for name in ("bits", "w_bit", "format", "quant_algo") if name in config]
+    told = [
+        f"{name} {config[name]!r}" for name in ("bits", "w_bit", "format", "quant_algo") if name in config
+    ]
     return f" ({', '.join(told)})" if told else ""
 
 

@@ -1,12 +1,15 @@
 """Placement: which slice of each tensor a tensor-parallel rank reads, in the dtype it computes with."""
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from actors.model.checkpoint import Checkpoint
+from actors.model.safetensors_file import TensorInfo
+from kernels_integration.errors import CheckpointError
+
+_COMPARED_ROWS = 256
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -14,26 +17,46 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+class TensorSource(Protocol):
+    """Where slices come from: a Checkpoint, or a SliceMeter that only counts them."""
+
+    def __getitem__(self, name: str) -> TensorInfo: ...
+
+    def read(
+        self,
+        name: str,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReader:
     """Reads the tensors under `prefix` as rank `rank` of `size` needs them."""
 
-    checkpoint: Checkpoint
+    checkpoint: TensorSource
     dtype: torch.dtype
     rank: int
     size: int
     prefix: str = ""
+    expert_parallel: bool = False
+    """Routed experts are whole on one rank instead of split over all."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint[self.prefix + name].shape
 
     def under(self, prefix: str) -> "WeightReader":
         return replace(self, prefix=self.prefix + prefix)
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Replicated: every rank reads all of it."""
-        return self.checkpoint.read(self.prefix + name).to(dtype or self.dtype)
+        return self.part(name, dtype=dtype)
 
     def norm(self, name: str) -> Tensor:
         """Whole, in the dtype that norms compute in."""
-        return self.whole(name, accumulate_dtype(self.dtype))
+        return self.part(name, dtype=accumulate_dtype(self.dtype))
 
     def unsplit(self) -> "WeightReader":
         """A reader whose rows and columns are all of them."""
@@ -41,37 +64,68 @@ class WeightReader:
 
     def rows(self, name: str) -> Tensor:
         """This rank's part of the output features."""
-        return self.checkpoint.read(self.prefix + name, rows=self._share(name, 0)).to(self.dtype)
+        return self.part(name, rows=self.share(self.shape(name)[0]))
 
     def columns(self, name: str) -> Tensor:
         """This rank's part of the input features."""
-        return self.checkpoint.read(self.prefix + name, columns=self._share(name, 1)).to(self.dtype)
+        return self.part(name, columns=self.share(self.shape(name)[1]))
 
     def head_rows(self, name: str, num_heads: int) -> Tensor:
         """The output features of this rank's ceil(num_heads / size) heads; heads past the last are zero."""
-        shape = self.checkpoint[self.prefix + name].shape
-        start, end, padding = self._heads(shape[0], num_heads)
-        data = self.checkpoint.read(self.prefix + name, rows=slice(start, end)).to(self.dtype)
-        return F.pad(data, (0, 0, 0, padding)) if padding else data
+        return self.part(name, rows=self._heads(self.shape(name)[0], num_heads))
 
     def head_columns(self, name: str, num_heads: int) -> Tensor:
         """The same of the input features."""
-        shape = self.checkpoint[self.prefix + name].shape
-        start, end, padding = self._heads(shape[1], num_heads)
-        data = self.checkpoint.read(self.prefix + name, columns=slice(start, end)).to(self.dtype)
-        return F.pad(data, (0, padding)) if padding else data
+        return self.part(name, columns=self._heads(self.shape(name)[1], num_heads))
 
     def vocabulary(self, name: str) -> Tensor:
         """This rank's ceil(V / size) rows; rows past the vocabulary are zero."""
-        return self.head_rows(name, self.checkpoint[self.prefix + name].shape[0])
+        return self.head_rows(name, self.shape(name)[0])
 
-    def _share(self, name: str, dim: int) -> slice:
+    def share(self, width: int) -> slice:
         """Of widths that `size` does not divide, some ranks hold one more than others, or none."""
-        width = self.checkpoint[self.prefix + name].shape[dim]
         return slice(width * self.rank // self.size, width * (self.rank + 1) // self.size)
 
-    def _heads(self, width: int, num_heads: int) -> tuple[int, int, int]:
-        """Start, end and missing features of this rank: every rank has equally many heads."""
+    def part(
+        self,
+        name: str,
+        *,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Any part of a tensor. Where a slice ends past the tensor, the rest of the part is zero."""
+        data = self.checkpoint.read(self.prefix + name, rows, columns, dtype=dtype or self.dtype)
+        wanted = tuple(
+            size if part.stop is None else part.stop - (part.start or 0)
+            for size, part in zip(data.shape, (rows, columns), strict=False)
+        )
+        if wanted == tuple(data.shape):
+            return data
+        padded = data.new_zeros(wanted)
+        padded[tuple(slice(0, size) for size in data.shape)] = data
+        return padded
+
+    def require_copy(self, copy: str, original: str) -> None:
+        """Compare this rank's vocabulary rows of two tensors of one shape, in the dtype of the model.
+
+        Errors: CheckpointError naming both when they differ.
+        """
+        height = self.shape(copy)[0]
+        share = self._heads(height, height)
+        end = min(share.stop, height)
+        for start in range(share.start, end, _COMPARED_ROWS):
+            rows = slice(start, min(start + _COMPARED_ROWS, end))
+            ours, theirs = (self.part(name, rows=rows) for name in (copy, original))
+            if not ours.is_meta and not torch.equal(ours, theirs):
+                raise CheckpointError(
+                    f"tensor {self.prefix}{copy} differs from {self.prefix}{original} (rows {rows.start} to "
+                    f"{rows.stop - 1}); this model has one of them, so they must be equal. Remove the copy "
+                    "from the checkpoint to use the other for both (an MTP layer's copies are looked at only "
+                    "to draft: --num-speculative-tokens 0 serves the model without)"
+                )
+
+    def _heads(self, width: int, num_heads: int) -> slice:
+        """Every rank has equally many heads: the last ones' may lie past the tensor."""
         share = -(-num_heads // self.size) * (width // num_heads)
-        start, end = min(self.rank * share, width), min((self.rank + 1) * share, width)
-        return start, end, share - (end - start)
+        return slice(self.rank * share, (self.rank + 1) * share)
