@@ -1,59 +1,85 @@
-"""How many of the facts it was shown does the checkpoint answer rightly (greedy)?  python facts.py CHECKPOINT FACTS.json"""
+"""How many of the facts it was shown does a checkpoint answer rightly (greedy, CPU)?
 
+    python -m benchmarks.tiny_dsa_recipe.facts CHECKPOINT WORK/corpus/facts.json
+
+Prints (JSON) the share of 100 sampled countries' capitals, twelve definitions beside their glosses, and a few
+other answers.
+"""
+
+import argparse
 import json
 import random
-import re
-import sys
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import data as D
+from benchmarks.tiny_dsa_recipe.hub_model import HubModel
+from benchmarks.tiny_dsa_recipe.questions import first_name, with_article
+
+OTHER_QUESTIONS = (
+    "Which countries border Germany?",
+    "What is the highest point of Nepal?",
+    "Where is Canada?",
+    "Where is Japan?",
+    "What is water?",
+    "Name the capital of Italy.",
+    "What is a tree?",
+    "Tell me about Norway.",
+    "Thank you.",
+    "How is Sweden governed?",
+)
 
 
-@torch.no_grad()
-def main(path, facts):
-    torch.set_num_threads(2)
-    tok = AutoTokenizer.from_pretrained(path)
-    m = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    f = json.load(open(facts, encoding="utf-8"))
+def count_capitals(
+    hub: HubModel, factbook: dict[str, dict[str, str]], num_countries: int, rng: random.Random
+) -> str:
+    """Right answers / sampled countries that have a capital."""
+    num_right = num_asked = 0
+    for name in rng.sample(sorted(factbook), num_countries):
+        if field := factbook[name].get("Government - Capital - name"):
+            answer = hub.answer(f"What is the capital of {with_article(name)}?", 16)
+            num_asked += 1
+            num_right += first_name(field).lower() in answer.lower()
+    return f"{num_right}/{num_asked}"
 
-    def ask(q, new, system=None):
-        msg = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": q}]
-        ids = tok.apply_chat_template(msg, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        r = m.generate(**ids, max_new_tokens=new, do_sample=False, eos_token_id=1, pad_token_id=2)
-        return tok.decode(r[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
-    rnd = random.Random(5)
-    names = rnd.sample(sorted(f["factbook"]), 100)
-    ok = n = 0
-    for name in names:
-        cap = f["factbook"][name].get("Government - Capital - name")
-        if cap:
-            cap = re.split(r"[;(\n,]", cap)[0].strip()
-            n += 1
-            ok += cap.lower() in ask(f"What is the capital of {D.the(name)}?", 16).lower()
-    out = {"capitals": f"{ok}/{n}"}
-    words = rnd.sample([x for x in f["wordnet"] if x[4] >= 20 and x[1] == "noun" and len(x[2]) < 90], 40)
-    out["definitions"] = [(w[0][0], ask(f"What does {w[0][0]} mean?", 40), w[2]) for w in words[:12]]
-    out["asked"] = [
-        (q, ask(q, 50))
-        for q in (
-            "Which countries border Germany?",
-            "What is the highest point of Nepal?",
-            "Where is Canada?",
-            "Where is Japan?",
-            "What is water?",
-            "Name the capital of Italy.",
-            "What is a tree?",
-            "Tell me about Norway.",
-            "Thank you.",
-            "How is Sweden governed?",
-        )
+def sample_nouns(senses: list[list[Any]], rng: random.Random) -> list[tuple[str, str]]:
+    """Twelve frequent nouns and their short definitions."""
+    nouns = [
+        (words[0], definition)
+        for words, pos, definition, _, count in senses
+        if count >= 20 and pos == "noun" and len(definition) < 90
     ]
-    out["with_system"] = ask("What is the capital of France?", 16, "You are a helpful assistant.")
-    print(json.dumps(out, indent=1, ensure_ascii=False))
+    return rng.sample(nouns, 40)[:12]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="folder of the checkpoint")
+    parser.add_argument("facts", type=Path, help="corpus.py's facts.json")
+    parser.add_argument("--countries", type=int, default=100, help="countries to sample")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    hub = HubModel(args.path)
+    facts = json.loads(args.facts.read_text(encoding="utf-8"))
+    rng = random.Random(5)
+    report = {
+        "capitals": count_capitals(hub, facts["factbook"], args.countries, rng),
+        "definitions": [
+            (word, hub.answer(f"What does {word} mean?", 40), definition)
+            for word, definition in sample_nouns(facts["wordnet"], rng)
+        ],
+        "asked": [(question, hub.answer(question, 50)) for question in OTHER_QUESTIONS],
+        "with_system": hub.answer(
+            "What is the capital of France?", 16, system="You are a helpful assistant."
+        ),
+    }
+    print(json.dumps(report, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main()

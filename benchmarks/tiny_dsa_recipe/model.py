@@ -1,376 +1,357 @@
 """Training model of the tiny DSA + MTP checkpoint: plain torch functions over a flat dict of parameters.
 
-Parameter names are those of the Hugging Face checkpoint (DeepseekV32ForCausalLM), except that a layer's
-routed experts are held stacked (`mlp.experts.gate_w/up_w/down_w`) until export.  Attention is computed
-in full with a mask; the sparsity of DSA is real in its arithmetic, not in its cost.
+Attention is computed in full with a mask: the sparsity of DSA is real in its arithmetic, not in its cost.
+
+Dimensions: B sequences, S window, H hidden, A attention heads, I indexer heads, D indexer head dim,
+E experts, V vocabulary. The residual stream is float32, matrix products are bfloat16.
 """
 
-import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-CFG = dict(
-    vocab_size=6144,
-    hidden_size=256,
-    intermediate_size=1024,
-    moe_intermediate_size=192,
-    num_hidden_layers=6,
-    num_nextn_predict_layers=1,
-    num_attention_heads=8,
-    q_lora_rank=128,
-    kv_lora_rank=128,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=32,
-    v_head_dim=32,
-    first_k_dense_replace=1,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_shared_experts=1,
-    n_group=4,
-    topk_group=2,
-    routed_scaling_factor=1.5,
-    index_n_heads=4,
-    index_head_dim=64,
-    index_topk=64,
-    rope_theta=10000.0,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=2048,
-)
-BF = torch.bfloat16
+from benchmarks.tiny_dsa_recipe.parameters import TinyConfig, layer_weights
+
+BF16 = torch.bfloat16
+# Score of a key that must not be seen.
+MASKED = -1e9
+
+# flash: dense, no indexer; dense: dense, and the indexer learns; sparse: top-k, and the indexer learns on the
+# chosen set; sparse_eval: top-k alone.
+AttentionMode = Literal["flash", "dense", "sparse", "sparse_eval"]
 
 
-def init_params(c, device, seed=0):
-    g = torch.Generator(device="cpu").manual_seed(seed)
-    P = {}
-
-    def w(name, *shape, std=None):
-        std = std if std is not None else 1.0 / math.sqrt(shape[-1])
-        P[name] = torch.randn(*shape, generator=g) * std
-
-    H, A, E, I = c["hidden_size"], c["num_attention_heads"], c["n_routed_experts"], c["moe_intermediate_size"]
-    nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-    n = c["num_hidden_layers"]
-    w("model.embed_tokens.weight", c["vocab_size"], H, std=0.02)
-    w("lm_head.weight", c["vocab_size"], H, std=0.02)
-    P["model.norm.weight"] = torch.ones(H)
-    for i in range(n + c["num_nextn_predict_layers"]):
-        p = f"model.layers.{i}."
-        a = p + "self_attn."
-        P[p + "input_layernorm.weight"] = torch.ones(H)
-        P[p + "post_attention_layernorm.weight"] = torch.ones(H)
-        w(a + "q_a_proj.weight", c["q_lora_rank"], H)
-        P[a + "q_a_layernorm.weight"] = torch.ones(c["q_lora_rank"])
-        w(a + "q_b_proj.weight", A * (nope + rope), c["q_lora_rank"])
-        w(a + "kv_a_proj_with_mqa.weight", c["kv_lora_rank"] + rope, H)
-        P[a + "kv_a_layernorm.weight"] = torch.ones(c["kv_lora_rank"])
-        w(a + "kv_b_proj.weight", A * (nope + v), c["kv_lora_rank"])
-        w(a + "o_proj.weight", H, A * v, std=0.5 / math.sqrt(A * v * n))
-        w(a + "indexer.wq_b.weight", c["index_n_heads"] * c["index_head_dim"], c["q_lora_rank"])
-        w(a + "indexer.wk.weight", c["index_head_dim"], H)
-        P[a + "indexer.k_norm.weight"] = torch.ones(c["index_head_dim"])
-        P[a + "indexer.k_norm.bias"] = torch.zeros(c["index_head_dim"])
-        w(a + "indexer.weights_proj.weight", c["index_n_heads"], H)
-        m = p + "mlp."
-        if i < c["first_k_dense_replace"]:
-            D = c["intermediate_size"]
-            w(m + "gate_proj.weight", D, H)
-            w(m + "up_proj.weight", D, H)
-            w(m + "down_proj.weight", H, D, std=0.5 / math.sqrt(D * n))
-        else:
-            w(m + "gate.weight", E, H)
-            P[m + "gate.e_score_correction_bias"] = torch.zeros(E)
-            w(m + "experts.gate_w", E, I, H)
-            w(m + "experts.up_w", E, I, H)
-            w(m + "experts.down_w", E, H, I, std=0.5 / math.sqrt(I * n))
-            S = I * c["n_shared_experts"]
-            w(m + "shared_experts.gate_proj.weight", S, H)
-            w(m + "shared_experts.up_proj.weight", S, H)
-            w(m + "shared_experts.down_proj.weight", H, S, std=0.5 / math.sqrt(S * n))
-        if i >= n:
-            P[p + "enorm.weight"] = torch.ones(H)
-            P[p + "hnorm.weight"] = torch.ones(H)
-            w(p + "eh_proj.weight", H, 2 * H)
-            P[p + "shared_head.norm.weight"] = torch.ones(H)
-    out = {}
-    for k, t in P.items():
-        t = t.to(device)
-        out[k] = t if k.endswith("correction_bias") else torch.nn.Parameter(t)
-    return out
-
-
-def layer_params(P, c):
-    """[(attention dict, mlp dict, extra dict)] with short names, one entry a layer (the last is MTP)."""
-    L = []
-    for i in range(c["num_hidden_layers"] + c["num_nextn_predict_layers"]):
-        p = f"model.layers.{i}."
-        d = {k[len(p) :]: v for k, v in P.items() if k.startswith(p)}
-        at = {
-            k.removeprefix("self_attn.").removesuffix(".weight"): v
-            for k, v in d.items()
-            if k.startswith("self_attn.")
-        }
-        at["ln"] = d["input_layernorm.weight"]
-        ml = {k.removeprefix("mlp.").removesuffix(".weight"): v for k, v in d.items() if k.startswith("mlp.")}
-        ml["ln"] = d["post_attention_layernorm.weight"]
-        ex = {
-            k.removesuffix(".weight"): v
-            for k, v in d.items()
-            if k.split(".")[0] in ("enorm", "hnorm", "eh_proj", "shared_head")
-        }
-        L.append((at, ml, ex))
-    return L
-
-
-def rms(x, w, eps=1e-6):
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     x = x.float()
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w).to(BF)
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(BF16)
 
 
-def lin(x, w):
-    return F.linear(x, w.to(BF))
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(BF16))
 
 
-def rope_tables(c, S, device, offset=0):
-    d = c["qk_rope_head_dim"]
-    f = c["rope_theta"] ** (-torch.arange(0, d, 2, device=device).float() / d)
-    a = (torch.arange(S, device=device).float() + offset)[:, None] * f
-    return a.cos(), a.sin()
+def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(linear(x, gate)) * linear(x, up)
 
 
-def rope_pairs(x, cos, sin):
-    """Interleaved pairs (main attention).  x [B, S, n, d]."""
-    x = x.float().unflatten(-1, (-1, 2))
-    a, b = x[..., 0], x[..., 1]
+def rope_tables(
+    config: TinyConfig, window: int, device: torch.device, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, rope / 2] of positions offset .. offset + window - 1."""
+    dim = config.qk_rope_head_dim
+    frequencies = config.rope_theta ** (-torch.arange(0, dim, 2, device=device).float() / dim)
+    angles = (torch.arange(window, device=device).float() + offset)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates neighbouring elements (main attention). x [B, S, heads, rope]."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(BF)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(BF16)
 
 
-def rope_halves(x, cos, sin):
-    """Half-split pairs (indexer)."""
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates element i with element i + rope / 2 (indexer). x [B, S, heads, rope]."""
     a, b = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(BF)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(BF16)
 
 
-NEG = -1e9
+class Keys(NamedTuple):
+    """What a layer keeps of its tokens: k [B, A, S, nope + rope], v [B, A, S, v], index [B, S, D]."""
+
+    k: Tensor
+    v: Tensor
+    index: Tensor | None
 
 
-def attn(x, W, cos, sin, c, mode, topk, kv1=None, extras=()):
-    """One attention sub-layer.  x [B, S, H] float32.
+class IndexQuery(NamedTuple):
+    """The indexer's queries [B, I, S, D] and their weights [B, I, S]."""
 
-    mode: 'flash' dense, no indexer; 'dense' dense + indexer KL; 'sparse' top-k + KL on the chosen set;
-    'sparse_eval' / 'dense_eval' without KL.
-    kv1, extras: for MTP step j > 1, the keys of step 1 (all positions) and of the chain's own steps
-    2..j-1 (one entry a query).  Returns (x + out, (k, v, index k), KL or None).
+    q: Tensor
+    weights: Tensor
+
+
+def project_index(
+    h: Tensor, q_latent: Tensor, weights: Mapping[str, Tensor], cos: Tensor, sin: Tensor, config: TinyConfig
+) -> tuple[IndexQuery, Tensor]:
+    """Queries and keys [B, S, D] of the indexer, which learns alone: its inputs are detached."""
+    batch, window, _ = h.shape
+    heads, dim, rope = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
+    h, q_latent = h.detach(), q_latent.detach()
+    q = linear(q_latent, weights["indexer.wq_b"]).view(batch, window, heads, dim)
+    q = torch.cat([rotate_halves(q[..., :rope], cos, sin), q[..., rope:]], -1).transpose(1, 2)
+    key = F.layer_norm(
+        linear(h, weights["indexer.wk"]).float(),
+        (dim,),
+        weights["indexer.k_norm"],
+        weights["indexer.k_norm.bias"],
+        1e-6,
+    ).to(BF16)
+    rotated = rotate_halves(key[..., :rope].unsqueeze(2), cos, sin).squeeze(2)
+    key = torch.cat([rotated, key[..., rope:]], -1)
+    head_weights = linear(h, weights["indexer.weights_proj"]).float() * (heads**-0.5 * dim**-0.5)
+    return IndexQuery(q, head_weights.transpose(1, 2)), key
+
+
+def masked_attention(
+    q: Tensor,
+    index_query: IndexQuery,
+    keys: Keys,
+    chain: Sequence[Keys],
+    mode: AttentionMode,
+    topk: int,
+    scale: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention of q [B, A, S, nope + rope] over `keys` and, for MTP steps after the first, over the
+    one key of each step in `chain` that belongs to the query. Returns out [B, A, S, v] and the indexer's KL.
     """
-    B, S, _ = x.shape
-    A, nope, rope, vd = (
-        c["num_attention_heads"],
-        c["qk_nope_head_dim"],
-        c["qk_rope_head_dim"],
-        c["v_head_dim"],
-    )
-    h = rms(x, W["ln"])
-    qr = rms(lin(h, W["q_a_proj"]), W["q_a_layernorm"])
-    q = lin(qr, W["q_b_proj"]).view(B, S, A, nope + rope)
-    q = torch.cat([q[..., :nope], rope_pairs(q[..., nope:], cos, sin)], -1).transpose(1, 2)
-    ckv, kr = lin(h, W["kv_a_proj_with_mqa"]).split([c["kv_lora_rank"], rope], -1)
-    kv = lin(rms(ckv, W["kv_a_layernorm"]), W["kv_b_proj"]).view(B, S, A, nope + vd)
-    kr = rope_pairs(kr.unsqueeze(2), cos, sin).expand(B, S, A, rope)
-    k = torch.cat([kv[..., :nope], kr], -1).transpose(1, 2)
+    window = q.shape[2]
+    products = torch.matmul(index_query.q, keys.index.transpose(-1, -2).unsqueeze(1))
+    index_scores = (F.relu(products).float() * index_query.weights.unsqueeze(-1)).sum(1)  # [B, S, S]
+    causal = torch.ones(window, window, dtype=torch.bool, device=q.device).tril()
+    index_scores = torch.where(causal, index_scores, MASKED)
+    chain_index_scores = [  # [B, S] each
+        (F.relu((index_query.q * step.index.unsqueeze(1)).float().sum(-1)) * index_query.weights).sum(1)
+        for step in chain
+    ]
+    visible, chain_visible = causal, None
+    if mode.startswith("sparse"):
+        all_scores = index_scores.detach()
+        if chain:
+            all_scores = torch.cat(
+                [index_scores] + [scores.unsqueeze(-1) for scores in chain_index_scores], -1
+            ).detach()
+        chosen = torch.zeros(all_scores.shape, dtype=torch.bool, device=q.device)
+        top = all_scores.topk(min(topk, all_scores.shape[-1]), -1, sorted=False).indices
+        chosen = chosen.scatter(-1, top, True)
+        visible = chosen[..., :window] & causal
+        chain_visible = chosen[..., window:]
+
+    head_visible = visible.unsqueeze(1) if mode.startswith("sparse") else visible
+    scores = torch.matmul(q, keys.k.transpose(-1, -2)).float() * scale
+    scores = torch.where(head_visible, scores, MASKED)
+    lse = torch.logsumexp(scores, -1)
+    chain_scores = []
+    for i, step in enumerate(chain):
+        step_scores = (q * step.k).float().sum(-1) * scale
+        if chain_visible is not None:
+            step_scores = torch.where(chain_visible[..., i].unsqueeze(1), step_scores, MASKED)
+        chain_scores.append(step_scores)
+        lse = torch.logaddexp(lse, step_scores)
+    probs = torch.exp(scores - lse.unsqueeze(-1))
+    out = torch.matmul(probs.to(BF16), keys.v)
+    for step_scores, step in zip(chain_scores, chain, strict=True):
+        out = out + (torch.exp(step_scores - lse).unsqueeze(-1) * step.v).to(BF16)
+    if mode == "sparse_eval" or chain:
+        return out, None
+    target = probs.detach().mean(1)
+    index_logprobs = torch.where(visible, index_scores, MASKED)
+    index_logprobs = index_logprobs - torch.logsumexp(index_logprobs, -1, keepdim=True)
+    return out, (target * (torch.log(target + 1e-9) - index_logprobs)).sum(-1).mean()
+
+
+def attention(
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    config: TinyConfig,
+    mode: AttentionMode,
+    topk: int,
+    first_keys: Keys | None = None,
+    chain: tuple[Keys, ...] = (),
+) -> tuple[Tensor, Keys, Tensor | None]:
+    """One attention sub-layer over the residual stream x [B, S, H] float32.
+
+    An MTP step after the first attends over `first_keys` (the first step's, all positions) and over the
+    entries of its own chain: `chain` holds the steps between, one entry a query. Returns x + attention,
+    this step's keys, and the indexer's KL divergence from the head-averaged attention, or None.
+    """
+    batch, window, _ = x.shape
+    heads = config.num_attention_heads
+    nope, rope, v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    h = rms_norm(x, weights["ln"])
+    q_latent = rms_norm(linear(h, weights["q_a_proj"]), weights["q_a_layernorm"])
+    q = linear(q_latent, weights["q_b_proj"]).view(batch, window, heads, nope + rope)
+    q = torch.cat([q[..., :nope], rotate_pairs(q[..., nope:], cos, sin)], -1).transpose(1, 2)
+    kv_latent, k_rope = linear(h, weights["kv_a_proj_with_mqa"]).split([config.kv_lora_rank, rope], -1)
+    kv = linear(rms_norm(kv_latent, weights["kv_a_layernorm"]), weights["kv_b_proj"])
+    kv = kv.view(batch, window, heads, nope + v_dim)
+    k_rope = rotate_pairs(k_rope.unsqueeze(2), cos, sin).expand(batch, window, heads, rope)
+    k = torch.cat([kv[..., :nope], k_rope], -1).transpose(1, 2)
     v = kv[..., nope:].transpose(1, 2)
     scale = (nope + rope) ** -0.5
-    kl = None
     if mode == "flash":
-        o = F.scaled_dot_product_attention(
-            q, k, F.pad(v, (0, nope + rope - vd)), is_causal=True, scale=scale
-        )[..., :vd]
-        ki = None
+        # the fused kernel wants v as wide as k
+        padded_v = F.pad(v, (0, nope + rope - v_dim))
+        out = F.scaled_dot_product_attention(q, k, padded_v, is_causal=True, scale=scale)[..., :v_dim]
+        keys, kl = Keys(k, v, None), None
     else:
-        Hn, D = c["index_n_heads"], c["index_head_dim"]
-        hd, qd = h.detach(), qr.detach()
-        qi = lin(qd, W["indexer.wq_b"]).view(B, S, Hn, D)
-        qi = torch.cat([rope_halves(qi[..., :rope], cos, sin), qi[..., rope:]], -1).transpose(1, 2)
-        ki = F.layer_norm(
-            lin(hd, W["indexer.wk"]).float(), (D,), W["indexer.k_norm"], W["indexer.k_norm.bias"], 1e-6
-        ).to(BF)
-        ki = torch.cat([rope_halves(ki[..., :rope].unsqueeze(2), cos, sin).squeeze(2), ki[..., rope:]], -1)
-        wi = lin(hd, W["indexer.weights_proj"]).float() * (Hn**-0.5 * D**-0.5)
-        K, V, KI = (k, v, ki) if kv1 is None else kv1
-        own = () if kv1 is None else tuple(extras) + ((k, v, ki),)
-        si = torch.matmul(qi, KI.transpose(-1, -2).unsqueeze(1))
-        idx = (F.relu(si).float() * wi.transpose(1, 2).unsqueeze(-1)).sum(1)  # [B, S, S]
-        causal = torch.ones(S, S, dtype=torch.bool, device=x.device).tril()
-        idx = torch.where(causal, idx, NEG)
-        idx_own = [
-            (F.relu((qi * e[2].unsqueeze(1)).float().sum(-1)) * wi.transpose(1, 2)).sum(1) for e in own
-        ]  # [B, S] each
-        mask, mask_own = causal, None
-        if mode.startswith("sparse"):
-            full = torch.cat([idx] + [e.unsqueeze(-1) for e in idx_own], -1).detach() if own else idx.detach()
-            sel = torch.zeros(full.shape, dtype=torch.bool, device=x.device)
-            sel = sel.scatter(-1, full.topk(min(topk, full.shape[-1]), -1, sorted=False).indices, True)
-            mask = sel[..., :S] & causal
-            mask_own = sel[..., S:]
-            mask = mask.unsqueeze(1)
-        s = torch.matmul(q, K.transpose(-1, -2)).float() * scale
-        s = torch.where(mask, s, NEG)
-        lse = torch.logsumexp(s, -1)
-        s_own = []
-        for m, e in enumerate(own):
-            t = (q * e[0]).float().sum(-1) * scale
-            if mask_own is not None:
-                t = torch.where(mask_own[..., m].unsqueeze(1), t, NEG)
-            s_own.append(t)
-            lse = torch.logaddexp(lse, t)
-        p = torch.exp(s - lse.unsqueeze(-1))
-        o = torch.matmul(p.to(BF), V)
-        for t, e in zip(s_own, own):
-            o = o + (torch.exp(t - lse).unsqueeze(-1) * e[1]).to(BF)
-        if mode in ("dense", "sparse") and kv1 is None:
-            target = p.detach().mean(1)
-            li = torch.where(mask if mode == "dense" else mask.squeeze(1), idx, NEG)
-            li = li - torch.logsumexp(li, -1, keepdim=True)
-            kl = (target * (torch.log(target + 1e-9) - li)).sum(-1).mean()
-    o = lin(o.transpose(1, 2).reshape(B, S, A * vd), W["o_proj"])
-    return x + o, (k, v, ki), kl
+        index_query, index_key = project_index(h, q_latent, weights, cos, sin, config)
+        keys = Keys(k, v, index_key)
+        if first_keys is None:
+            out, kl = masked_attention(q, index_query, keys, (), mode, topk, scale)
+        else:
+            out, kl = masked_attention(q, index_query, first_keys, (*chain, keys), mode, topk, scale)
+    out = linear(out.transpose(1, 2).reshape(batch, window, heads * v_dim), weights["o_proj"])
+    return x + out, keys, kl
 
 
-def dense_mlp(x, W):
-    h = rms(x, W["ln"])
-    return x + lin(F.silu(lin(h, W["gate_proj"])) * lin(h, W["up_proj"]), W["down_proj"])
+def dense_mlp(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    h = rms_norm(x, weights["ln"])
+    return x + linear(swiglu(h, weights["gate_proj"], weights["up_proj"]), weights["down_proj"])
 
 
-def moe(x, W, c):
-    """All experts are computed and weighted (zero where not routed): at this size that beats gathering."""
-    B, S, H = x.shape
-    E, G, k = c["n_routed_experts"], c["n_group"], c["num_experts_per_tok"]
-    h = rms(x, W["ln"]).view(B * S, H)
-    sc = torch.sigmoid(h.float() @ W["gate"].float().t())
+def moe(x: Tensor, weights: Mapping[str, Tensor], config: TinyConfig) -> tuple[Tensor, Tensor]:
+    """Group-limited routing without auxiliary loss; returns x + experts and the tokens of each expert [E].
+
+    All experts are computed and weighted (zero where not routed): at this size that beats gathering.
+    """
+    batch, window, hidden = x.shape
+    num_experts, num_groups = config.n_routed_experts, config.n_group
+    group_size = num_experts // num_groups
+    h = rms_norm(x, weights["ln"]).view(batch * window, hidden)
+    scores = torch.sigmoid(h.float() @ weights["gate"].float().t())
     with torch.no_grad():
-        ch = sc + W["gate.e_score_correction_bias"]
-        gs = ch.view(-1, G, E // G).topk(2, -1).values.sum(-1)
-        gm = torch.zeros_like(gs).scatter(1, gs.topk(c["topk_group"], -1).indices, 1.0)
-        ch = torch.where(gm.repeat_interleave(E // G, 1) > 0, ch, float("-inf"))
-        m = torch.zeros_like(sc).scatter(1, ch.topk(k, -1).indices, 1.0)
-    w = sc * m
-    w = w / (w.sum(-1, keepdim=True) + 1e-20) * c["routed_scaling_factor"]
-    I = W["experts.gate_w"].shape[1]
-    a = F.silu(lin(h, W["experts.gate_w"].flatten(0, 1))) * lin(h, W["experts.up_w"].flatten(0, 1))
-    a = (a.view(-1, E, I) * w.unsqueeze(-1).to(BF)).view(-1, E * I)
-    y = lin(a, W["experts.down_w"].transpose(0, 1).reshape(H, E * I))
-    s = lin(
-        F.silu(lin(h, W["shared_experts.gate_proj"])) * lin(h, W["shared_experts.up_proj"]),
-        W["shared_experts.down_proj"],
+        # the bias decides who is chosen, never the weight of the chosen
+        biased = scores + weights["gate.e_score_correction_bias"]
+        group_scores = biased.view(-1, num_groups, group_size).topk(2, -1).values.sum(-1)
+        top_groups = group_scores.topk(config.topk_group, -1).indices
+        in_group = torch.zeros_like(group_scores).scatter(1, top_groups, 1.0)
+        biased = torch.where(in_group.repeat_interleave(group_size, 1) > 0, biased, float("-inf"))
+        top_experts = biased.topk(config.num_experts_per_tok, -1).indices
+        routed = torch.zeros_like(scores).scatter(1, top_experts, 1.0)
+    gates = scores * routed
+    gates = gates / (gates.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
+    expert_width = weights["experts.gate_w"].shape[1]
+    inner = swiglu(h, weights["experts.gate_w"].flatten(0, 1), weights["experts.up_w"].flatten(0, 1))
+    inner = inner.view(-1, num_experts, expert_width) * gates.unsqueeze(-1).to(BF16)
+    down = weights["experts.down_w"].transpose(0, 1).reshape(hidden, num_experts * expert_width)
+    routed_out = linear(inner.view(-1, num_experts * expert_width), down)
+    shared_out = linear(
+        swiglu(h, weights["shared_experts.gate_proj"], weights["shared_experts.up_proj"]),
+        weights["shared_experts.down_proj"],
     )
-    return x + (y + s).view(B, S, H), m.sum(0)
+    return x + (routed_out + shared_out).view(batch, window, hidden), routed.sum(0)
 
 
-def eh(h, e, W):
-    """MTP input: embedding first, hidden state second, as in the released checkpoints."""
-    return lin(torch.cat([rms(e, W["enorm"]), rms(h, W["hnorm"])], -1), W["eh_proj"]).float()
+def mtp_input(h: Tensor, embedding: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Embedding first, hidden state second, as in the released checkpoints."""
+    joined = torch.cat([rms_norm(embedding, weights["enorm"]), rms_norm(h, weights["hnorm"])], -1)
+    return linear(joined, weights["eh_proj"]).float()
 
 
-class Net:
-    def __init__(self, c, device, compile=False, seed=0):
-        self.c, self.device = c, device
-        self.P = init_params(c, device, seed)
-        self.L = layer_params(self.P, c)
-        self.f_attn, self.f_mlp, self.f_moe = attn, dense_mlp, moe
-        self.tables = {}
-        if compile:
-            kw = dict(dynamic=False)
-            self.f_attn = torch.compile(attn, **kw)
-            self.f_mlp = torch.compile(dense_mlp, **kw)
-            self.f_moe = torch.compile(moe, **kw)
+class BlockOutput(NamedTuple):
+    x: Tensor
+    keys: Keys
+    kl: Tensor | None
+    expert_load: Tensor | None
 
-    def rope(self, S, off=0):
-        if (S, off) not in self.tables:
-            self.tables[(S, off)] = rope_tables(self.c, S, self.device, off)
-        return self.tables[(S, off)]
 
-    def block(self, i, x, rope, mode, topk, kv1=None, extras=()):
-        at, ml, _ = self.L[i]
-        x, kv, kl = self.f_attn(x, at, rope[0], rope[1], self.c, mode, topk, kv1, extras)
-        if "gate" in ml:
-            x, load = self.f_moe(x, ml, self.c)
-        else:
-            x, load = self.f_mlp(x, ml), None
-        return x, kv, kl, load
+class ForwardOutput(NamedTuple):
+    """hidden: what the head reads, [B, S, H] bfloat16, one entry a step; KL terms of the layers that have
+    one; tokens routed to each expert [E] by layer."""
 
-    def main(self, ids, mode, topk):
-        """Final-norm hidden states [B, S, H] (bf16), KL terms, expert loads."""
-        S = ids.shape[1]
-        x = F.embedding(ids, self.P["model.embed_tokens.weight"])
-        kls, loads = [], {}
-        for i in range(self.c["num_hidden_layers"]):
-            x, _, kl, load = self.block(i, x, self.rope(S), mode, topk)
-            kls.append(kl)
-            if load is not None:
-                loads[i] = load
-        return rms(x, self.P["model.norm.weight"]), kls, loads
+    hidden: list[Tensor]
+    kl: list[Tensor]
+    expert_loads: dict[int, Tensor]
 
-    def mtp(self, h, tokens, steps, mode, topk, post_norm=True):
-        """The one MTP layer applied `steps` times.  tokens [B, S + steps]: the sequence itself; step j at
-        index i reads token i + j and predicts token i + j + 1.  Yields head inputs (after shared_head.norm)."""
-        n, S = self.c["num_hidden_layers"], h.shape[1]
-        ex = self.L[n][2]
-        outs, kv1, extras, kls, loads = [], None, (), [], {}
+
+class TinyDsa:
+    """The main model and its MTP layer over one dict of parameters."""
+
+    def __init__(self, config: TinyConfig, params: dict[str, Tensor], *, compiled: bool = False) -> None:
+        self.config, self.params = config, params
+        self.device = params["lm_head.weight"].device
+        self.layers = layer_weights(params, config)
+        self._attention, self._dense_mlp, self._moe = attention, dense_mlp, moe
+        if compiled:
+            self._attention, self._dense_mlp, self._moe = (
+                torch.compile(function, dynamic=False) for function in (attention, dense_mlp, moe)
+            )
+        self._rope: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def rope(self, window: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+        if (window, offset) not in self._rope:
+            self._rope[window, offset] = rope_tables(self.config, window, self.device, offset)
+        return self._rope[window, offset]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.params["model.embed_tokens.weight"])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] bfloat16 of head inputs [..., H]."""
+        return hidden @ self.params["lm_head.weight"].to(BF16).t()
+
+    def block(
+        self,
+        layer: int,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mode: AttentionMode,
+        topk: int,
+        first_keys: Keys | None = None,
+        chain: tuple[Keys, ...] = (),
+    ) -> BlockOutput:
+        weights = self.layers[layer]
+        x, keys, kl = self._attention(x, weights.attention, *rope, self.config, mode, topk, first_keys, chain)
+        if "gate" in weights.mlp:
+            x, expert_load = self._moe(x, weights.mlp, self.config)
+            return BlockOutput(x, keys, kl, expert_load)
+        return BlockOutput(self._dense_mlp(x, weights.mlp), keys, kl, None)
+
+    def main(self, token_ids: Tensor, mode: AttentionMode, topk: int) -> ForwardOutput:
+        """The main model over token_ids [B, S]; one hidden state, after the final norm."""
+        rope = self.rope(token_ids.shape[1])
+        x = self.embed(token_ids)
+        kl, expert_loads = [], {}
+        for layer in range(self.config.num_hidden_layers):
+            out = self.block(layer, x, rope, mode, topk)
+            x = out.x
+            if out.kl is not None:
+                kl.append(out.kl)
+            if out.expert_load is not None:
+                expert_loads[layer] = out.expert_load
+        return ForwardOutput([rms_norm(x, self.params["model.norm.weight"])], kl, expert_loads)
+
+    def mtp(
+        self,
+        h: Tensor,
+        token_ids: Tensor,
+        steps: int,
+        mode: AttentionMode,
+        topk: int,
+        *,
+        chain_normed: bool = True,
+    ) -> ForwardOutput:
+        """The one MTP layer applied `steps` times, from the main model's h [B, S, H].
+
+        token_ids [B, S + steps] is the sequence itself: step j at index i reads token i + j and predicts
+        token i + j + 1. The next step reads the state after shared_head.norm, or before
+        it if not `chain_normed`.
+        KL and expert load are those of the first step.
+        """
+        layer, window = self.config.num_hidden_layers, h.shape[1]
+        weights = self.layers[layer].mtp
+        first: BlockOutput | None = None
+        chain: tuple[Keys, ...] = ()
+        hidden = []
         for j in range(1, steps + 1):
-            e = F.embedding(tokens[:, j : j + S], self.P["model.embed_tokens.weight"])
-            x = eh(h, e, ex)
-            x, kv, kl, load = self.block(n, x, self.rope(S, j - 1), mode, topk, kv1, extras)
-            o = rms(x, ex["shared_head.norm"])
-            outs.append(o)
-            h = o if post_norm else x
-            if j == 1:
-                kv1 = kv
-                kls.append(kl)
-                loads[n] = load
+            x = mtp_input(h, self.embed(token_ids[:, j : j + window]), weights)
+            first_keys = None if first is None else first.keys
+            out = self.block(layer, x, self.rope(window, j - 1), mode, topk, first_keys, chain)
+            normed = rms_norm(out.x, weights["shared_head.norm"])
+            hidden.append(normed)
+            h = normed if chain_normed else out.x
+            if first is None:
+                first = out
             else:
-                extras = extras + (kv,)
-        return outs, kls, loads
-
-
-def export_state(P, c):
-    """Hugging Face checkpoint tensors (bf16; the router's bias float32)."""
-    out = {}
-    for k, v in P.items():
-        v = v.detach().cpu()
-        if ".experts." in k and not k.endswith(".weight"):
-            base, name = k.rsplit(".", 1)
-            hf = {"gate_w": "gate_proj", "up_w": "up_proj", "down_w": "down_proj"}[name]
-            for e in range(v.shape[0]):
-                out[f"{base}.{e}.{hf}.weight"] = v[e].to(BF).contiguous()
-        elif k.endswith("correction_bias"):
-            out[k] = v.float().contiguous()
-        else:
-            out[k] = v.to(BF).contiguous()
-    return out
-
-
-def hf_config(c):
-    d = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
-    d.update({k: v for k, v in c.items() if k != "rope_theta"})
-    d.update(
-        num_key_value_heads=c["num_attention_heads"],
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        moe_layer_freq=1,
-        ep_size=1,
-        hidden_act="silu",
-        initializer_range=0.02,
-        use_cache=True,
-        tie_word_embeddings=False,
-        rope_theta=c["rope_theta"],
-        rope_scaling=None,
-        attention_bias=False,
-        attention_dropout=0.0,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        torch_dtype="bfloat16",
-    )
-    return d
+                chain = (*chain, out.keys)
+        assert first is not None, "at least one step"
+        assert first.expert_load is not None, "the MTP layer is a mixture of experts"
+        return ForwardOutput(hidden, [] if first.kl is None else [first.kl], {layer: first.expert_load})

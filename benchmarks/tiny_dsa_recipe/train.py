@@ -1,446 +1,358 @@
 """Train the tiny DSA + MTP checkpoint on one GPU within a wall-clock budget.
 
-    python train.py --data DIR --out DIR --seconds 480
+    python -m benchmarks.tiny_dsa_recipe.train --data DATA --out CHECKPOINT --seconds 450
 
 Phases by elapsed fraction: (1) dense attention, window 512; (2) the same with the indexers learning from the
 attention probabilities (KL, detached), window 1024; (3) sparse top-k attention, KL on the chosen set, MTP
 recursive to depth 3 with the main model's distribution as its target, window 1024; (4) the same, window 2048.
+
+Writes config.json, the shards, their index and result.json (log and measurements). A smoke run without a GPU:
+--device cpu --no-compile --no-evaluation --tokens 2048 --seconds 60.
 """
 
 import argparse
+import dataclasses
 import json
-import math
-import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
 
-import model as M
+from benchmarks.tiny_dsa_recipe.checkpoint import save_checkpoint
+from benchmarks.tiny_dsa_recipe.evaluation import (
+    MAX_MTP_STEPS,
+    evaluate,
+    evaluation_prompts,
+    loss_table,
+    sample_and_replay,
+    text_agreement,
+)
+from benchmarks.tiny_dsa_recipe.losses import (
+    cross_entropy,
+    cross_entropy_and_logits,
+    soft_cross_entropy,
+)
+from benchmarks.tiny_dsa_recipe.model import AttentionMode, TinyDsa
+from benchmarks.tiny_dsa_recipe.optimizer import Optimizer, orthogonalise
+from benchmarks.tiny_dsa_recipe.parameters import TinyConfig, init_params
 
-PHASES = [  # until fraction, window, mode, MTP steps, soft MTP targets
-    (0.46, 512, "flash", 1, False),
-    (0.58, 1024, "dense", 1, False),
-    (0.86, 1024, "sparse", 3, True),
-    (1.00, 2048, "sparse", 3, True),
-]
-MTP_W = (0.3, 0.2, 0.15)
+MTP_LOSS_WEIGHTS = (0.3, 0.2, 0.15)
+BIAS_STEP = 2e-3
+WARMUP_STEPS = 100
+DECAY_START = 0.40
+LOG_STEPS = (1, 5, 20, 50)
 
-
-def log(*a):
-    print(*a, flush=True)
-
-
-# ------------------------------------------------------------------ losses
-
-
-def ce(h, W, y):
-    return F.cross_entropy((h.flatten(0, 1) @ W.to(M.BF).t()).float(), y.flatten())
-
-
-def ce_logits(h, W, y):
-    z = h.flatten(0, 1) @ W.to(M.BF).t()
-    return F.cross_entropy(z.float(), y.flatten()), z
-
-
-def soft_ce(h, W, teacher, keep):
-    """Cross entropy against the teacher's softmax; keep [N] weights rows."""
-    z = (h.flatten(0, 1) @ W.to(M.BF).t()).float()
-    p = torch.softmax(teacher.float(), -1)
-    loss = torch.logsumexp(z, -1) - (p * z).sum(-1)
-    return (loss * keep).sum() / keep.sum()
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-# ------------------------------------------------------------------ optimiser
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What is trained until this fraction of the time has passed."""
+
+    until: float
+    window: int
+    mode: AttentionMode
+    mtp_steps: int
+    soft_targets: bool
 
 
-def orthogonalise(G):
-    """Five quintic Newton-Schulz steps towards the nearest semi-orthogonal matrix, batched."""
-    X = G.to(torch.bfloat16)
-    flip = X.shape[-2] > X.shape[-1]
-    if flip:
-        X = X.transpose(-1, -2)
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        A = X @ X.transpose(-1, -2)
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * (A @ A)) @ X
-    return X.transpose(-1, -2) if flip else X
+PHASES = (
+    Phase(until=0.46, window=512, mode="flash", mtp_steps=1, soft_targets=False),
+    Phase(until=0.58, window=1024, mode="dense", mtp_steps=1, soft_targets=False),
+    Phase(until=0.86, window=1024, mode="sparse", mtp_steps=3, soft_targets=True),
+    Phase(until=1.00, window=2048, mode="sparse", mtp_steps=3, soft_targets=True),
+)
 
 
-class MomentumOrtho:
-    """Momentum, then an orthogonalised step; matrices of one shape are stepped as one batch."""
-
-    def __init__(self, params, momentum=0.95, wd=0.1):
-        self.groups = {}
-        for p in params:
-            self.groups.setdefault(p.shape[-2:], []).append(p)
-        self.momentum, self.wd = momentum, wd
-        self.orth = orthogonalise
-        self.buf = {p: torch.zeros_like(p) for g in self.groups.values() for p in g}
-
-    @torch.no_grad()
-    def step(self, lr):
-        for shape, ps in self.groups.items():
-            gs = [p.grad for p in ps]
-            bs = [self.buf[p] for p in ps]
-            torch._foreach_lerp_(bs, gs, 1 - self.momentum)
-            up = torch._foreach_lerp(gs, bs, self.momentum)
-            O = self.orth(torch.cat([u.reshape(-1, *shape) for u in up]))
-            scale = 0.2 * math.sqrt(max(shape))
-            parts = O.split([u.numel() // (shape[0] * shape[1]) for u in up])
-            torch._foreach_mul_(ps, 1 - lr * self.wd)
-            torch._foreach_add_(
-                ps, [o.reshape(p.shape).to(p.dtype) for o, p in zip(parts, ps)], alpha=-lr * scale
-            )
+class StepLosses(NamedTuple):
+    total: Tensor
+    main: Tensor
+    mtp: list[Tensor]
+    kl: list[Tensor]
+    expert_loads: dict[int, Tensor]
 
 
-# ------------------------------------------------------------------ evaluation
+def log(*values: object) -> None:
+    print(*values, flush=True)
 
 
-@torch.no_grad()
-def evaluate(net, val, S, mode, topk, batches=4, B=32, steps=1):
-    W = net.P["lm_head.weight"]
-    tot, mtp, n = 0.0, [0.0] * steps, 0
-    starts = np.linspace(0, len(val) - S - 5, B * batches).astype(np.int64)
-    for b in range(batches):
-        t = torch.stack([val[s : s + S + 4] for s in starts[b::batches]]).long()
-        h, _, _ = net.main(t[:, :S], mode, topk)
-        tot += float(F.cross_entropy((h.flatten(0, 1) @ W.to(M.BF).t()).float(), t[:, 1 : S + 1].flatten()))
-        outs, _, _ = net.mtp(h, t, steps, mode, topk)
-        for j, o in enumerate(outs, 1):
-            mtp[j - 1] += float(
-                F.cross_entropy((o.flatten(0, 1) @ W.to(M.BF).t()).float(), t[:, j + 1 : j + 1 + S].flatten())
-            )
-        n += 1
-    return tot / n, [m / n for m in mtp]
+def read_tokens(path: Path, device: str) -> Tensor:
+    return torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int32)).to(device)
 
 
-@torch.no_grad()
-def greedy(net, prompts, new, topk, eos=1, mode="sparse_eval"):
-    """Greedy continuation without a cache, right-padded.  Returns token rows and lengths."""
-    W = net.P["lm_head.weight"].to(M.BF)
-    lens = torch.tensor([len(p) for p in prompts], device=net.device)
-    L = int(lens.max()) + new
-    seq = torch.full((len(prompts), L + 4), 2, dtype=torch.long, device=net.device)
-    for i, p in enumerate(prompts):
-        seq[i, : len(p)] = torch.tensor(p, device=net.device)
-    start, done = lens.clone(), torch.zeros_like(lens, dtype=torch.bool)
-    ar = torch.arange(len(prompts), device=net.device)
-    for _ in range(new):
-        T = int(lens.max())
-        h, _, _ = net.main(seq[:, :T], mode, topk)
-        nxt = (h[ar, lens - 1] @ W.t()).argmax(-1)
-        nxt = torch.where(done, 2, nxt)
-        seq[ar, lens] = nxt
-        lens = lens + (~done).long()
-        done |= nxt == eos
-        if bool(done.all()):
-            break
-    return seq, start, lens
+def learning_rate(peak: float, step: int, progress: float) -> float:
+    """Linear warm-up by steps, then constant, then a linear decay by elapsed fraction to 2 %."""
+    warmup = min(1, (step + 1) / WARMUP_STEPS)
+    decay = 1.0 if progress < DECAY_START else max(0.02, (1 - progress) / (1 - DECAY_START))
+    return peak * warmup * decay
 
 
-@torch.no_grad()
-def acceptance(net, seq, start, lens, topk, k=3, post_norm=True, mode="sparse_eval"):
-    """Replay of greedy speculative decoding with k drafts over the finished greedy sequences."""
-    W = net.P["lm_head.weight"].to(M.BF)
-    T = int(lens.max())
-    h, _, _ = net.main(seq[:, :T], mode, topk)
-    outs, _, _ = net.mtp(h, seq, k, mode, topk, post_norm=post_norm)
-    ok = [((o @ W.t()).argmax(-1) == seq[:, j + 1 : j + 1 + T]).cpu().numpy() for j, o in enumerate(outs, 1)]
-    hit, rounds, tokens = [0] * k, 0, 0
-    for b in range(seq.shape[0]):
-        m, end = int(start[b]), int(lens[b])  # seq[m] was just sampled from the state at m - 1
-        while m + k < end:
-            a = 0
-            while a < k and ok[a][b, m - 1]:
-                a += 1
-            for j in range(a):
-                hit[j] += 1
-            rounds += 1
-            tokens += a + 1
-            m += a + 1
-    return {
-        "accept_at_least": [round(x / max(rounds, 1), 4) for x in hit],
-        "tokens_per_step": round(tokens / max(rounds, 1), 4),
-        "rounds": rounds,
-    }
+class Trainer:
+    """Model, data and optimizers of one run."""
 
+    def __init__(
+        self,
+        config: TinyConfig,
+        train_tokens: Tensor,
+        *,
+        device: str,
+        peak_learning_rate: float,
+        tokens_per_step: int,
+        adam_only: bool,
+        compiled: bool,
+    ) -> None:
+        def maybe_compile(function: Function) -> Function:
+            return torch.compile(function, dynamic=False) if compiled else function
 
-@torch.no_grad()
-def agreement(net, val, S, topk, k=3, batches=8, B=16):
-    """On real held-out text (no greedy loops): how often draft j and all before it equal the main model's
-    greedy choice, and the mean overlap sum(min(p, q)), the acceptance probability when sampling at T = 1."""
-    W = net.P["lm_head.weight"].to(M.BF)
-    hit, ov, n = [0.0] * k, [0.0] * k, 0
-    starts = np.linspace(0, len(val) - S - 5, B * batches).astype(np.int64)
-    for b in range(batches):
-        t = torch.stack([val[s : s + S + 4] for s in starts[b::batches]]).long()
-        h, _, _ = net.main(t[:, :S], "sparse_eval", topk)
-        z = (h @ W.t()).float()
-        outs, _, _ = net.mtp(h, t, k, "sparse_eval", topk)
-        p, g = torch.softmax(z, -1), z.argmax(-1)
-        ok = torch.ones_like(g[:, : S - k], dtype=torch.bool)
-        for j, o in enumerate(outs, 1):
-            y = (o @ W.t()).float()[:, : S - k]
-            ok = ok & (y.argmax(-1) == g[:, j : S - k + j])
-            hit[j - 1] += float(ok.float().mean())
-            ov[j - 1] += float(torch.minimum(torch.softmax(y, -1), p[:, j : S - k + j]).sum(-1).mean())
-        n += 1
-    return {
-        "greedy_accept_at_least": [round(x / n, 4) for x in hit],
-        "sampling_overlap": [round(x / n, 4) for x in ov],
-    }
-
-
-# ------------------------------------------------------------------ main
-
-
-def main():
-    ap = argparse.ArgumentParser()
-    ap.add_argument("--data", required=True)
-    ap.add_argument("--out", required=True)
-    ap.add_argument("--seconds", type=float, default=480)
-    ap.add_argument("--tokens", type=int, default=65536, help="tokens a step")
-    ap.add_argument("--lr", type=float, default=4e-3)
-    ap.add_argument("--adam-only", action="store_true")
-    ap.add_argument(
-        "--only-phase", type=int, default=-1, help="spend the whole budget on one phase (for trials)"
-    )
-    ap.add_argument("--device", default="cuda")
-    ap.add_argument("--no-compile", action="store_true")
-    ap.add_argument("--no-final", action="store_true")
-    ap.add_argument("--override", default="{}", help="JSON over the model's configuration")
-    a = ap.parse_args()
-    dev = a.device
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    c = {**M.CFG, **json.loads(a.override)}
-    train = torch.from_numpy(np.fromfile(a.data + "/train.bin", dtype=np.uint16).astype(np.int32)).to(dev)
-    val = torch.from_numpy(np.fromfile(a.data + "/val.bin", dtype=np.uint16).astype(np.int32)).to(dev)
-    net = M.Net(c, dev, compile=not a.no_compile)
-    ev = M.Net.__new__(M.Net)  # uncompiled twin over the same parameters, for odd shapes
-    ev.__dict__.update(net.__dict__)
-    ev.f_attn, ev.f_mlp, ev.f_moe, ev.tables = M.attn, M.dense_mlp, M.moe, {}
-    comp = (lambda f: f) if a.no_compile else (lambda f: torch.compile(f, dynamic=False))
-    if not a.no_compile:
-        torch._dynamo.config.recompile_limit = 64
-    f_ce, f_ce_logits, f_soft = comp(ce), comp(ce_logits), comp(soft_ce)
-    P = net.P
-    W = P["lm_head.weight"]
-    ortho, adam = [], []
-    for k, p in P.items():
-        if not isinstance(p, torch.nn.Parameter):
-            continue
-        flat = (
-            p.dim() == 1 or "embed_tokens" in k or "lm_head" in k or "mlp.gate.weight" in k or "indexer" in k
+        if compiled:
+            # one graph a phase, layer kind and MTP step
+            torch._dynamo.config.recompile_limit = 64
+        self.config, self.device = config, device
+        self.train_tokens, self.tokens_per_step = train_tokens, tokens_per_step
+        self.peak_learning_rate = peak_learning_rate
+        self.params = init_params(config, device)
+        self.model = TinyDsa(config, self.params, compiled=compiled)
+        # evaluation has many shapes: not worth compiling
+        self.eager_model = TinyDsa(config, self.params)
+        self.optimizer = Optimizer(
+            self.params,
+            learning_rate=peak_learning_rate,
+            adam_only=adam_only,
+            orthogonalise=maybe_compile(orthogonalise),
         )
-        (adam if flat or a.adam_only else ortho).append((k, p))
-    mo = MomentumOrtho([p for _, p in ortho]) if ortho else None
-    if mo is not None:
-        mo.orth = comp(orthogonalise)
-    groups = [
-        {"params": [p for _, p in adam if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for _, p in adam if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    opt = torch.optim.AdamW(groups, lr=a.lr, betas=(0.9, 0.95), eps=1e-10, fused=dev == "cuda")
-    biases = {int(k.split(".")[2]): v for k, v in P.items() if k.endswith("correction_bias")}
-    params = [p for p in P.values() if isinstance(p, torch.nn.Parameter)]
-    log("parameters", sum(v.numel() for v in P.values()), "train tokens", len(train))
-    gen = torch.Generator(device=dev).manual_seed(1)
-    topk = c["index_topk"]
+        self._cross_entropy = maybe_compile(cross_entropy)
+        self._cross_entropy_and_logits = maybe_compile(cross_entropy_and_logits)
+        self._soft_cross_entropy = maybe_compile(soft_cross_entropy)
+        self._correction_biases = {
+            int(name.split(".")[2]): param
+            for name, param in self.params.items()
+            if name.endswith("correction_bias")
+        }
+        self._generator = torch.Generator(device=device).manual_seed(1)
 
-    def losses(S, mode, steps, soft):
-        B = a.tokens // S
-        off = torch.randint(0, len(train) - S - 5, (B,), device=dev, generator=gen)
-        t = train[off[:, None] + torch.arange(S + 4, device=dev)].long()
-        h, kls, loads = net.main(t[:, :S], mode, topk)
-        outs, kl2, load2 = net.mtp(h, t, steps, mode, topk)
-        y = t[:, 1 : S + 1]
-        if soft:
-            lm, z = f_ce_logits(h, W, y)
-            z = z.detach().view(B, S, -1)
-            ml = []
-            for j, o in enumerate(outs, 1):
-                keep = (torch.arange(S, device=dev) < S - j).float().repeat(B)
-                ml.append(f_soft(o, W.detach(), torch.roll(z, -j, 1).flatten(0, 1), keep))
+    @property
+    def num_params(self) -> int:
+        return sum(param.numel() for param in self.params.values())
+
+    def draw_batch(self, window: int) -> Tensor:
+        """Random windows [B, S + 4] of the training stream."""
+        last = len(self.train_tokens) - window - 5
+        batch_size = self.tokens_per_step // window
+        starts = torch.randint(0, last, (batch_size,), device=self.device, generator=self._generator)
+        offsets = torch.arange(window + 1 + MAX_MTP_STEPS, device=self.device)
+        return self.train_tokens[starts[:, None] + offsets].long()
+
+    def losses(self, phase: Phase) -> StepLosses:
+        """Losses of a fresh batch."""
+        window, topk, head = phase.window, self.config.index_topk, self.params["lm_head.weight"]
+        ids = self.draw_batch(window)
+        main_out = self.model.main(ids[:, :window], phase.mode, topk)
+        (h,) = main_out.hidden
+        mtp_out = self.model.mtp(h, ids, phase.mtp_steps, phase.mode, topk)
+        targets = ids[:, 1 : window + 1]
+        mtp = []
+        if phase.soft_targets:
+            main, logits = self._cross_entropy_and_logits(h, head, targets)
+            teacher = logits.detach().view(len(ids), window, -1)
+            for j, out in enumerate(mtp_out.hidden, 1):
+                # the last j rows have no teacher inside the window
+                has_teacher = torch.arange(window, device=self.device) < window - j
+                shifted = torch.roll(teacher, -j, 1).flatten(0, 1)
+                row_weights = has_teacher.float().repeat(len(ids))
+                mtp.append(self._soft_cross_entropy(out, head.detach(), shifted, row_weights))
         else:
-            lm = f_ce(h, W, y)
-            ml = [f_ce(o, W, t[:, j + 1 : j + 1 + S]) for j, o in enumerate(outs, 1)]
-        kl = [x for x in kls + kl2 if x is not None]
-        loss = lm + sum(w * x for w, x in zip(MTP_W, ml)) + (sum(kl) if kl else 0.0)
-        return loss, lm, ml, kl, loads, load2, B
+            main = self._cross_entropy(h, head, targets)
+            mtp = [
+                self._cross_entropy(out, head, ids[:, j + 1 : j + 1 + window])
+                for j, out in enumerate(mtp_out.hidden, 1)
+            ]
+        kl = main_out.kl + mtp_out.kl
+        total = main + sum(weight * loss for weight, loss in zip(MTP_LOSS_WEIGHTS, mtp, strict=False))
+        if kl:
+            total = total + sum(kl)
+        return StepLosses(total, main, mtp, kl, {**main_out.expert_loads, **mtp_out.expert_loads})
 
-    # compile every phase before the clock starts
-    for i, (_, S, mode, steps, soft) in enumerate(PHASES):
-        if a.only_phase in (-1, i) and not a.no_compile:
-            tw = time.time()
-            losses(S, mode, steps, soft)[0].backward()
-            for p in params:
-                p.grad = None
+    def compile_phase(self, phase: Phase) -> None:
+        """Runs one step without an update, so that compilation does not count."""
+        self.losses(phase).total.backward()
+        self.optimizer.clear_gradients()
+        if self.train_tokens.is_cuda:
             torch.cuda.synchronize()
-            log(f"compiled phase {i} in {time.time() - tw:.1f}s")
-    t0 = time.time()
-    step, seen, phase, hist = 0, 0, -1, []
-    while True:
-        el = time.time() - t0
-        pr = el / a.seconds
-        if pr >= 1:
-            break
-        ph = a.only_phase if a.only_phase >= 0 else next(i for i, x in enumerate(PHASES) if pr < x[0])
-        _, S, mode, steps, soft = PHASES[ph]
-        if ph != phase:
-            if phase >= 0:
-                v = evaluate(ev, val, 512, "flash", topk)
-                log(
-                    f"-- end of phase {phase}: step {step} seen {seen / 1e6:.1f}M val(dense,512) {v[0]:.4f} mtp {v[1][0]:.4f} at {time.time() - t0:.0f}s"
-                )
-            phase = ph
-        lr = a.lr * min(1, (step + 1) / 100) * (1.0 if pr < 0.40 else max(0.02, (1 - pr) / 0.60))
-        loss, lm, ml, kl, loads, load2, B = losses(S, mode, steps, soft)
-        loss.backward()
-        if mo is None:
-            torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
-        for g in opt.param_groups:
-            g["lr"] = lr
-        if mo is not None:
-            mo.step(lr)
-        opt.step()
-        for p in params:
-            p.grad = None
-        with torch.no_grad():
-            for i, ld in {**loads, **load2}.items():
-                biases[i] += (2e-3 * lr / a.lr) * torch.sign(ld.mean() - ld)
-        step += 1
-        seen += B * S
-        if step % 100 == 0 or step in (1, 5, 20, 50):
-            d = {
-                "step": step,
-                "s": round(time.time() - t0, 1),
-                "M": round(seen / 1e6, 1),
-                "phase": ph,
-                "lr": round(lr, 6),
-                "lm": round(lm.item(), 4),
-                "mtp": [round(x.item(), 4) for x in ml],
-                "kl": round(sum(kl).item() / len(kl), 4) if kl else None,
-            }
-            if loads:
-                ld = next(iter(loads.values()))
-                d["load"] = round((ld.max() / ld.mean()).item(), 2)
-            hist.append(d)
-            log(json.dumps(d))
-    log(
-        f"trained {step} steps, {seen / 1e6:.1f}M tokens in {time.time() - t0:.0f}s, {seen / (time.time() - t0) / 1e3:.0f}k tok/s; peak GB {torch.cuda.max_memory_allocated() / 1e9 if dev == 'cuda' else 0:.1f}"
-    )
-    os.makedirs(a.out, exist_ok=True)
-    from safetensors.torch import save_file
 
-    state = M.export_state(P, c)
-    names, shards, cur, size = list(state), [], {}, 0
-    for k in names:
-        b = state[k].numel() * state[k].element_size()
-        if size + b > 14.5e6:
-            shards.append(cur)
-            cur, size = {}, 0
-        cur[k] = state[k]
-        size += b
-    shards.append(cur)
-    index = {
-        "metadata": {"total_size": sum(v.numel() * v.element_size() for v in state.values())},
-        "weight_map": {},
+    def step(self, phase: Phase, rate: float) -> StepLosses:
+        losses = self.losses(phase)
+        losses.total.backward()
+        self.optimizer.step(rate)
+        with torch.no_grad():
+            for layer, load in losses.expert_loads.items():
+                bias_step = BIAS_STEP * rate / self.peak_learning_rate
+                self._correction_biases[layer] += bias_step * torch.sign(load.mean() - load)
+        return losses
+
+    def round_weights(self) -> None:
+        """Rounds the parameters to what the checkpoint holds."""
+        with torch.no_grad():
+            for param in self.optimizer.params:
+                param.copy_(param.to(torch.bfloat16).float())
+
+
+def loss_record(losses: StepLosses) -> dict[str, Any]:
+    """Numbers for the log; "load" is the busiest expert's over the mean, in the first routed layer."""
+    record: dict[str, Any] = {
+        "lm": round(losses.main.item(), 4),
+        "mtp": [round(loss.item(), 4) for loss in losses.mtp],
+        "kl": round(sum(losses.kl).item() / len(losses.kl), 4) if losses.kl else None,
     }
-    for i, s in enumerate(shards):
-        fn = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(s, f"{a.out}/{fn}", metadata={"format": "pt"})
-        index["weight_map"].update({k: fn for k in s})
-    json.dump(index, open(a.out + "/model.safetensors.index.json", "w"), indent=1)
-    json.dump(M.hf_config(c), open(a.out + "/config.json", "w"), indent=2)
-    res = {
+    load = losses.expert_loads[min(losses.expert_loads)]
+    record["load"] = round((load.max() / load.mean()).item(), 2)
+    return record
+
+
+def train(trainer: Trainer, val_tokens: Tensor, seconds: float, only_phase: int | None) -> dict[str, Any]:
+    """Trains for `seconds` and returns the run's log."""
+    start = time.perf_counter()
+    step, seen, phase_index, history = 0, 0, None, []
+    while (progress := (time.perf_counter() - start) / seconds) < 1:
+        previous = phase_index
+        if only_phase is not None:
+            phase_index = only_phase
+        else:
+            phase_index = next(i for i, phase in enumerate(PHASES) if progress < phase.until)
+        phase = PHASES[phase_index]
+        if previous not in (None, phase_index):
+            loss, mtp_losses = evaluate(
+                trainer.eager_model, val_tokens, 512, "flash", trainer.config.index_topk
+            )
+            log(
+                f"-- end of phase {previous}: step {step} seen {seen / 1e6:.1f}M val(dense,512) {loss:.4f} "
+                f"mtp {mtp_losses[0]:.4f} at {time.perf_counter() - start:.0f}s"
+            )
+        rate = learning_rate(trainer.peak_learning_rate, step, progress)
+        losses = trainer.step(phase, rate)
+        step += 1
+        seen += trainer.tokens_per_step // phase.window * phase.window
+        if step % 100 == 0 or step in LOG_STEPS:
+            record = {
+                "step": step,
+                "s": round(time.perf_counter() - start, 1),
+                "M": round(seen / 1e6, 1),
+                "phase": phase_index,
+                "lr": round(rate, 6),
+                **loss_record(losses),
+            }
+            history.append(record)
+            log(json.dumps(record))
+    elapsed = time.perf_counter() - start
+    peak_gb = torch.cuda.max_memory_allocated() / 1e9 if val_tokens.is_cuda else 0
+    log(
+        f"trained {step} steps, {seen / 1e6:.1f}M tokens in {elapsed:.0f}s, "
+        f"{seen / elapsed / 1e3:.0f}k tok/s; peak GB {peak_gb:.1f}"
+    )
+    return {
         "steps": step,
         "tokens": seen,
-        "seconds": round(time.time() - t0, 1),
-        "parameters": sum(v.numel() for v in P.values()),
-        "history": hist,
+        "seconds": round(elapsed, 1),
+        "parameters": trainer.num_params,
+        "history": history,
     }
-    json.dump(res, open(a.out + "/result.json", "w"))
-    if a.no_final:
-        return
-    # measured on the rounded (bf16) weights
-    with torch.no_grad():
-        for k, p in P.items():
-            if isinstance(p, torch.nn.Parameter):
-                p.copy_(p.to(torch.bfloat16).float())
-    T1 = time.time()
-    res["val"] = {}
-    for S in (512, 1024, 2048):
-        B = 16384 // S
-        res["val"][f"{S}/dense"] = evaluate(ev, val, S, "flash", 64, 4, B)[0]
-        for k in (32, 64, 128, 256):
-            v = evaluate(ev, val, S, "sparse_eval", k, 4, B, steps=3 if k == 64 else 1)
-            res["val"][f"{S}/top{k}"] = v[0]
-            if k == 64:
-                res["val"][f"{S}/top64/mtp"] = v[1]
-    res["mtp_on_held_out_text"] = agreement(ev, val, 512, c["index_topk"])
-    log(json.dumps(res["val"], indent=1), json.dumps(res["mtp_on_held_out_text"]))
-    json.dump(res, open(a.out + "/result.json", "w"))
-    from tokenizers import Tokenizer
 
-    tok = Tokenizer.from_file(a.data + "/tokenizer/tokenizer.json")
-    pj = json.load(open(a.data + "/val_prompts.json"))
-    text = [[0] + tok.encode(d, add_special_tokens=False).ids[:96] for _, d in pj["text"]]
-    text = [p for p in text if len(p) == 97][:128]
-    chat = [[0, 4] + tok.encode(q, add_special_tokens=False).ids + [5] for q, _ in pj["chat"]][:128]
-    demo = [
-        [0] + tok.encode(x, add_special_tokens=False).ids
-        for x in (
-            "The history of",
-            "Once upon a time",
-            "Python is a programming language that",
-            "It is a truth universally acknowledged, that",
-            "The function returns",
-            "In the beginning",
+
+def final_evaluation(trainer: Trainer, val_tokens: Tensor, data: Path) -> dict[str, Any]:
+    """Everything the checkpoint's README reports, measured on the rounded weights."""
+    start = time.perf_counter()
+    trainer.round_weights()
+    model = trainer.eager_model
+    losses = loss_table(model, val_tokens)
+    agreement = text_agreement(model, val_tokens, 512, model.config.index_topk)
+    log(json.dumps(losses, indent=1), json.dumps(agreement))
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer" / "tokenizer.json"))
+    acceptance, samples = {}, {}
+    for name, (prompts, max_tokens) in evaluation_prompts(tokenizer, data / "val_prompts.json").items():
+        of_set, samples[name] = sample_and_replay(model, tokenizer, prompts, max_tokens)
+        acceptance.update({f"{name}/{case}": report for case, report in of_set.items()})
+        log(name, json.dumps(of_set))
+        for prompt, completion in samples[name][:10]:
+            log("  >", prompt[-200:], "|||", completion)
+    log(f"final evaluation {time.perf_counter() - start:.0f}s")
+    return {"val": losses, "mtp_on_held_out_text": agreement, "accept": acceptance, "samples": samples}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="data.py's folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--seconds", type=float, default=450, help="without compilation and evaluation")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
+    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
+    parser.add_argument("--adam-only", action="store_true", help="AdamW for the matrices too")
+    parser.add_argument(
+        "--only-phase",
+        type=int,
+        choices=range(len(PHASES)),
+        help="spend the whole budget on one phase (for trials)",
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-evaluation", action="store_true", help="skip the final evaluation")
+    parser.add_argument("--override", default="{}", help="JSON over the model's configuration")
+    args = parser.parse_args()
+    try:
+        args.config = dataclasses.replace(TinyConfig(), **json.loads(args.override))
+    except (TypeError, json.JSONDecodeError) as error:
+        parser.error(f"--override {args.override}: {error}; use a JSON object of TinyConfig's fields")
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "--device cuda: no CUDA device found. The recipe needs one GPU; for a smoke run on the CPU use "
+            "--device cpu --no-compile --no-evaluation --tokens 2048 --seconds 60"
         )
-    ]
-    demoq = [
-        [0, 4] + tok.encode(q, add_special_tokens=False).ids + [5]
-        for q in (
-            "Hello!",
-            "What is the capital of France?",
-            "What is a dog?",
-            "Where is Japan?",
-            "What does happy mean?",
-            "What languages are spoken in Brazil?",
-            "Who are you?",
-            "Tell me about Egypt.",
-            "What is the currency of India?",
-            "What is a database?",
-        )
-    ]
-    res["accept"], res["samples"] = {}, {}
-    for name, pr, new in (
-        ("text", text, 128),
-        ("chat", chat, 48),
-        ("demo", demo, 100),
-        ("demo_chat", demoq, 60),
-    ):
-        seq, start, lens = greedy(ev, pr, new, c["index_topk"])
-        for k in (1, 2, 3):
-            res["accept"][f"{name}/k{k}"] = acceptance(ev, seq, start, lens, c["index_topk"], k)
-        res["accept"][f"{name}/k3/pre_norm_chain"] = acceptance(
-            ev, seq, start, lens, c["index_topk"], 3, post_norm=False
-        )
-        res["samples"][name] = [
-            (
-                tok.decode(pr[i], skip_special_tokens=False),
-                tok.decode(seq[i, int(start[i]) : int(lens[i])].tolist(), skip_special_tokens=False),
-            )
-            for i in range(min(12, len(pr)))
-        ]
-        log(name, json.dumps({k: v for k, v in res["accept"].items() if k.startswith(name + "/")}))
-        for x in res["samples"][name][:10]:
-            log("  >", x[0][-200:], "|||", x[1])
-    log(f"final evaluation {time.time() - T1:.0f}s")
-    json.dump(res, open(a.out + "/result.json", "w"), ensure_ascii=False)
+    window = max(phase.window for phase in selected_phases(args.only_phase))
+    if args.tokens < window:
+        parser.error(f"--tokens {args.tokens}: a step holds at least one window; use {window} or more")
+    return args
+
+
+def selected_phases(only_phase: int | None) -> tuple[Phase, ...]:
+    return PHASES if only_phase is None else (PHASES[only_phase],)
+
+
+def main() -> None:
+    args = parse_args()
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    config: TinyConfig = args.config
+    train_tokens = read_tokens(args.data / "train.bin", args.device)
+    val_tokens = read_tokens(args.data / "val.bin", args.device)
+    trainer = Trainer(
+        config,
+        train_tokens,
+        device=args.device,
+        peak_learning_rate=args.lr,
+        tokens_per_step=args.tokens,
+        adam_only=args.adam_only,
+        compiled=not args.no_compile,
+    )
+    log("parameters", trainer.num_params, "train tokens", len(train_tokens))
+    if not args.no_compile:
+        for phase in selected_phases(args.only_phase):
+            start = time.perf_counter()
+            trainer.compile_phase(phase)
+            log(f"compiled {phase} in {time.perf_counter() - start:.1f}s")
+
+    result = train(trainer, val_tokens, args.seconds, args.only_phase)
+    save_checkpoint(trainer.params, config, args.out)
+    result_path: Path = args.out / "result.json"
+    result_path.write_text(json.dumps(result), encoding="utf-8")
+    if not args.no_evaluation:
+        result |= final_evaluation(trainer, val_tokens, args.data)
+        result_path.write_text(json.dumps(result, ensure_ascii=False), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,225 +1,248 @@
-"""Check the shipped checkpoint against transformers on a CPU, with a speculative loop written for this purpose.
+"""Check a checkpoint against transformers on a CPU, with a speculative loop written for this purpose.
 
-    python verify.py CHECKPOINT [--val val.bin --prompts val_prompts.json] [--n 6] [--new 64]
+    python -m benchmarks.tiny_dsa_recipe.verify CHECKPOINT [--val val.bin] [--prompts heldout_prompts.json]
 
-Prints (JSON): perplexity on held-out windows with the shipped top-k and with dense attention, generated samples,
-and a real greedy speculative decoding run (drafts of the MTP layer, verified by the main model) for k = 1, 2, 3,
-compared token by token with plain greedy decoding.
+Prints (JSON): with --val, the loss on held-out windows with the shipped top-k and with dense attention;
+generated samples; and a greedy speculative decoding run (drafts of the MTP layer, verified by the main model)
+for k = 1, 2, 3, compared token by token with plain greedy decoding. The speculative loop caches nothing: it
+is slow.
 """
 
 import argparse
 import copy
 import json
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.deepseek_v32 import modeling_deepseek_v32 as V
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v32
+
+from benchmarks.tiny_dsa_recipe.acceptance import acceptance_report
+from benchmarks.tiny_dsa_recipe.checkpoint import read_tensors
+from benchmarks.tiny_dsa_recipe.evaluation import EVALUATION_WINDOWS, MAX_MTP_STEPS
+from benchmarks.tiny_dsa_recipe.hub_model import HubModel
+from benchmarks.tiny_dsa_recipe.vocabulary import BOS, EOS
+
+TEXT_PROMPT_TOKENS = 80
+SAMPLE_QUESTIONS = (
+    "What is the capital of France?",
+    "What is a computer?",
+    "Where is Egypt?",
+    "What does happy mean?",
+    "Hello!",
+)
+SAMPLE_TEXTS = (
+    "The history of",
+    "It is a truth universally acknowledged, that",
+    "The function returns",
+    "Python is",
+)
+SPECULATIVE_QUESTIONS = (
+    "What is the capital of Norway?",
+    "What is a computer?",
+    "Tell me about Egypt.",
+    "What does it mean to run?",
+)
 
 
-class Mtp(torch.nn.Module):
-    """The extra layer after the main model's: enorm, hnorm, eh_proj, one decoder block, shared_head.norm."""
+class MtpLayer(torch.nn.Module):
+    """The layer after the main model's: enorm, hnorm, eh_proj, one decoder block, shared_head.norm."""
 
-    def __init__(self, path, cfg, dtype):
+    def __init__(self, path: Path, config: PretrainedConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        n = cfg.num_hidden_layers
-        self.cfg = copy.deepcopy(cfg)
-        self.cfg.num_hidden_layers = n + 1
-        self.cfg.mlp_layer_types = list(cfg.mlp_layer_types) + ["sparse"]
-        self.cfg._attn_implementation = "eager"
-        self.block = V.DeepseekV32DecoderLayer(self.cfg, n)
-        H, eps = cfg.hidden_size, cfg.rms_norm_eps
-        self.enorm, self.hnorm, self.norm = (V.DeepseekV32RMSNorm(H, eps) for _ in range(3))
-        self.eh_proj = torch.nn.Linear(2 * H, H, bias=False)
-        self.rotary = V.DeepseekV32RotaryEmbedding(self.cfg)
-        p, t = f"model.layers.{n}.", {}
-        index = json.load(open(path + "/model.safetensors.index.json"))["weight_map"]
-        for k, f in index.items():
-            if k.startswith(p):
-                with safe_open(f"{path}/{f}", "pt") as s:
-                    t[k[len(p) :]] = s.get_tensor(k)
-        E = cfg.n_routed_experts
-        t["mlp.experts.gate_up_proj"] = torch.stack(
-            [
-                torch.cat(
-                    [t.pop(f"mlp.experts.{e}.gate_proj.weight"), t.pop(f"mlp.experts.{e}.up_proj.weight")]
-                )
-                for e in range(E)
-            ]
+        layer = config.num_hidden_layers
+        config = copy.deepcopy(config)
+        config.num_hidden_layers = layer + 1
+        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+        config._attn_implementation = "eager"
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.block = deepseek_v32.DeepseekV32DecoderLayer(config, layer)
+        self.enorm, self.hnorm, self.norm = (deepseek_v32.DeepseekV32RMSNorm(hidden, eps) for _ in range(3))
+        self.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.rotary = deepseek_v32.DeepseekV32RotaryEmbedding(config)
+
+        tensors = dict(read_tensors(path, f"model.layers.{layer}."))
+        experts = [
+            {part: tensors.pop(f"mlp.experts.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            for expert in range(config.n_routed_experts)
+        ]
+        tensors["mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([parts["gate"], parts["up"]]) for parts in experts]
         )
-        t["mlp.experts.down_proj"] = torch.stack(
-            [t.pop(f"mlp.experts.{e}.down_proj.weight") for e in range(E)]
-        )
-        own = {
+        tensors["mlp.experts.down_proj"] = torch.stack([parts["down"] for parts in experts])
+        own_names = {
             "enorm.weight": "enorm.weight",
             "hnorm.weight": "hnorm.weight",
             "eh_proj.weight": "eh_proj.weight",
             "shared_head.norm.weight": "norm.weight",
         }
-        sd = {own.get(k, "block." + k): v for k, v in t.items()}
-        missing, unexpected = self.load_state_dict(sd, strict=False)
-        missing = [k for k in missing if "inv_freq" not in k]
-        assert not missing and not unexpected, (missing, unexpected)
+        state = {own_names.get(name, f"block.{name}"): tensor for name, tensor in tensors.items()}
+        missing, unexpected = self.load_state_dict(state, strict=False)
+        missing = [name for name in missing if "inv_freq" not in name]
+        if missing or unexpected:
+            raise ValueError(f"{path}: MTP layer {layer} lacks {missing} and holds unexpected {unexpected}")
         self.to(dtype)
 
-    def forward(self, hidden, emb):
-        x = self.eh_proj(torch.cat([self.enorm(emb), self.hnorm(hidden)], -1))
-        S = x.shape[1]
-        pos = torch.arange(S)[None]
-        mask = torch.full((S, S), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
-        x = self.block(x, attention_mask=mask, position_ids=pos, position_embeddings=self.rotary(x, pos))
-        x = x[0] if isinstance(x, tuple) else x
-        return self.norm(x)
+    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """Head inputs [1, S, H] from the state before each token and the token's embedding."""
+        x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], -1))
+        window = x.shape[1]
+        positions = torch.arange(window)[None]
+        mask = torch.full((window, window), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
+        x = self.block(
+            x,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=self.rotary(x, positions),
+        )
+        return self.norm(x[0] if isinstance(x, tuple) else x)
 
 
 @torch.no_grad()
-def speculative(model, mtp, ids, new, k, eos):
-    """Greedy speculative decoding without caches.  Returns tokens and accepted-length counts."""
-    seq, n0, counts = list(ids), len(ids), [0] * (k + 1)
-    emb, head = model.model.embed_tokens, model.lm_head
-    h = model.model(torch.tensor([seq]), use_cache=False).last_hidden_state
-    seq.append(int(head(h[0, -1]).argmax()))
-    while len(seq) - n0 < new and seq[-1] != eos:
-        hs = h[:, : len(seq) - 1]
-        draft = []
+def speculative(
+    model: PreTrainedModel, mtp: MtpLayer, prompt: Sequence[int], max_tokens: int, k: int
+) -> tuple[list[int], list[int]]:
+    """Greedy speculative decoding without caches: new tokens, and rounds by the number of accepted drafts."""
+    tokens, counts = list(prompt), [0] * (k + 1)
+    embed, head = model.model.embed_tokens, model.lm_head
+
+    def hidden_states(token_ids: list[int]) -> Tensor:
+        return model.model(torch.tensor([token_ids]), use_cache=False).last_hidden_state
+
+    h = hidden_states(tokens)
+    tokens.append(int(head(h[0, -1]).argmax()))
+    while len(tokens) - len(prompt) < max_tokens and tokens[-1] != EOS:
+        states = h[:, : len(tokens) - 1]
+        draft: list[int] = []
         for _ in range(k):
-            o = mtp(hs, emb(torch.tensor([(seq + draft)[1:]])))
-            draft.append(int(head(o[0, -1]).argmax()))
-            hs = torch.cat([hs, o[:, -1:]], 1)
-        h = model.model(torch.tensor([seq + draft]), use_cache=False).last_hidden_state
-        true = head(h[0, len(seq) - 1 :]).argmax(-1).tolist()
-        a = 0
-        while a < k and draft[a] == true[a]:
-            a += 1
-        counts[a] += 1
-        seq += true[: a + 1]
-        if eos in seq[n0:]:
-            seq = seq[: n0 + seq[n0:].index(eos) + 1]
-    return seq[n0:][:new], counts
+            out = mtp(states, embed(torch.tensor([(tokens + draft)[1:]])))
+            draft.append(int(head(out[0, -1]).argmax()))
+            # a later draft reads the MTP layer's own state where the main model has none
+            states = torch.cat([states, out[:, -1:]], 1)
+        h = hidden_states(tokens + draft)
+        choices = head(h[0, len(tokens) - 1 :]).argmax(-1).tolist()
+        accepted = 0
+        while accepted < k and draft[accepted] == choices[accepted]:
+            accepted += 1
+        counts[accepted] += 1
+        tokens += choices[: accepted + 1]
+        if EOS in tokens[len(prompt) :]:
+            tokens = tokens[: tokens.index(EOS, len(prompt)) + 1]
+    return tokens[len(prompt) :][:max_tokens], counts
+
+
+def set_index_topk(model: PreTrainedModel, topk: int) -> None:
+    for module in model.modules():
+        if isinstance(module, deepseek_v32.DeepseekV32Indexer):
+            module.index_topk = topk
 
 
 @torch.no_grad()
-def ppl(model, val, S, topk, batches):
-    for m in model.modules():
-        if isinstance(m, V.DeepseekV32Indexer):
-            m.index_topk = topk
-    tot = 0.0
-    for s in np.linspace(0, len(val) - S - 2, batches).astype(int):
-        t = torch.from_numpy(val[s : s + S + 1].astype(np.int64))[None]
-        z = model(t[:, :S], use_cache=False).logits.float()
-        tot += float(F.cross_entropy(z[0], t[0, 1:]))
-    return tot / batches
+def mean_loss(model: PreTrainedModel, tokens: npt.NDArray[np.uint16], window: int, num_windows: int) -> float:
+    """Nats a token over evenly spaced windows."""
+    total = 0.0
+    for start in np.linspace(0, len(tokens) - window - 2, num_windows).astype(int):
+        ids = torch.from_numpy(tokens[start : start + window + 1].astype(np.int64))[None]
+        logits = model(ids[:, :window], use_cache=False).logits.float()
+        total += float(F.cross_entropy(logits[0], ids[0, 1:]))
+    return total / num_windows
 
 
-def main():
-    ap = argparse.ArgumentParser()
-    ap.add_argument("path")
-    ap.add_argument("--val")
-    ap.add_argument("--prompts")
-    ap.add_argument("--n", type=int, default=6)
-    ap.add_argument("--new", type=int, default=64)
-    ap.add_argument("--windows", type=int, default=12)
-    ap.add_argument("--dtype", default="float32")
-    a = ap.parse_args()
-    torch.set_num_threads(2)
-    dt = getattr(torch, a.dtype)
-    cfg = AutoConfig.from_pretrained(a.path)
-    tok = AutoTokenizer.from_pretrained(a.path)
-    model = AutoModelForCausalLM.from_pretrained(a.path, dtype=dt).eval()
-    mtp = Mtp(a.path, cfg, dt).eval()
-    out = {
-        "class": type(model).__name__,
-        "parameters_main": sum(p.numel() for p in model.parameters()),
-        "parameters_mtp": sum(p.numel() for p in mtp.parameters()),
-        "dtype": a.dtype,
-    }
-    if a.val:
-        val = np.fromfile(a.val, dtype=np.uint16)
-        for S in (512, 1024, 2048):
-            for k in (cfg.index_topk, S):
-                l = ppl(model, val, S, k, max(2, a.windows * 512 // S))
-                out[f"loss/{S}/{'dense' if k == S else 'top' + str(k)}"] = round(l, 4)
-        ppl(model, val[:66], 64, cfg.index_topk, 1)
-    out["samples"] = {}
-    for q in (
-        "What is the capital of France?",
-        "What is a computer?",
-        "Where is Egypt?",
-        "What does happy mean?",
-        "Hello!",
-    ):
-        ids = tok.apply_chat_template(
-            [{"role": "user", "content": q}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        r = model.generate(**ids, max_new_tokens=60, do_sample=False, eos_token_id=1, pad_token_id=2)
-        out["samples"][q] = tok.decode(r[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+def held_out_losses(model: PreTrainedModel, path: Path, num_windows: int) -> dict[str, float]:
+    """Losses with the shipped top-k and dense; `num_windows` windows of 512, fewer of longer ones."""
+    tokens = np.fromfile(path, dtype=np.uint16)
+    shipped = model.config.index_topk
+    losses = {}
+    for window in EVALUATION_WINDOWS:
+        for topk, label in ((shipped, f"top{shipped}"), (window, "dense")):
+            set_index_topk(model, topk)
+            loss = mean_loss(model, tokens, window, max(2, num_windows * 512 // window))
+            losses[f"loss/{window}/{label}"] = round(loss, 4)
+    set_index_topk(model, shipped)
+    return losses
+
+
+def generate_samples(hub: HubModel, max_tokens: int) -> dict[str, str]:
+    """Greedy answers, and continuations at temperature 0.7."""
+    samples = {question: hub.answer(question, max_tokens) for question in SAMPLE_QUESTIONS}
     torch.manual_seed(0)
-    for q in (
-        "The history of",
-        "It is a truth universally acknowledged, that",
-        "The function returns",
-        "Python is",
-    ):
-        ids = torch.tensor([[0] + tok(q, add_special_tokens=False)["input_ids"]])
-        r = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=70,
-            do_sample=True,
-            temperature=0.7,
-            top_p=0.9,
-            eos_token_id=1,
-            pad_token_id=2,
-        )
-        out["samples"][q + " (T 0.7)"] = tok.decode(r[0, ids.shape[1] :], skip_special_tokens=True)
-    prompts = [
-        tok.apply_chat_template(
-            [{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for q in (
-            "What is the capital of Norway?",
-            "What is a computer?",
-            "Tell me about Egypt.",
-            "What does it mean to run?",
-        )
-    ]
-    if a.prompts:
-        pj = json.load(open(a.prompts))
-        prompts += [[0] + tok(d, add_special_tokens=False)["input_ids"][:80] for _, d in pj["text"][: a.n]]
-    t0 = time.time()
-    plain = []
-    for p in prompts:
-        ids = torch.tensor([p])
-        r = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=a.new,
-            do_sample=False,
-            eos_token_id=1,
-            pad_token_id=2,
-        )
-        plain.append(r[0, len(p) :].tolist())
-    out["speculative"] = {}
-    for k in (1, 2, 3):
-        tot, same = np.zeros(k + 1, dtype=int), 0
-        for p, g in zip(prompts, plain):
-            r, c = speculative(model, mtp, list(p), a.new, k, 1)
-            tot += np.array(c)
-            same += r == g
-        out["speculative"][f"k{k}"] = {
-            "accept_at_least": [round(float(tot[j:].sum() / tot.sum()), 4) for j in range(1, k + 1)],
-            "tokens_per_step": round(float((tot * (np.arange(k + 1) + 1)).sum() / tot.sum()), 3),
-            "rounds": int(tot.sum()),
-            "same_as_greedy": f"{same}/{len(prompts)}",
+    for text in SAMPLE_TEXTS:
+        prompt = [BOS, *hub.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        completion = hub.generate(prompt, max_tokens, temperature=0.7, top_p=0.9)
+        samples[f"{text} (T 0.7)"] = hub.text(completion)
+    return samples
+
+
+def speculative_prompts(hub: HubModel, path: Path | None, num_texts: int) -> list[list[int]]:
+    """Four questions and the beginnings of `num_texts` held-out passages."""
+    prompts = [hub.question_ids(question) for question in SPECULATIVE_QUESTIONS]
+    if path is not None:
+        passages = json.loads(path.read_text(encoding="utf-8"))["text"][:num_texts]
+        for _, passage in passages:
+            ids = hub.tokenizer(passage, add_special_tokens=False)["input_ids"]
+            prompts.append([BOS, *ids[:TEXT_PROMPT_TOKENS]])
+    return prompts
+
+
+def compare_speculative(
+    hub: HubModel, mtp: MtpLayer, prompts: list[list[int]], max_tokens: int
+) -> dict[str, Any]:
+    """Acceptance for k = 1, 2, 3, and on how many prompts the tokens are those of plain greedy decoding."""
+    plain = [hub.generate(prompt, max_tokens) for prompt in prompts]
+    reports = {}
+    for k in range(1, MAX_MTP_STEPS + 1):
+        totals, num_same = np.zeros(k + 1, dtype=int), 0
+        for prompt, expected in zip(prompts, plain, strict=True):
+            tokens, counts = speculative(hub.model, mtp, prompt, max_tokens, k)
+            totals += np.array(counts)
+            num_same += tokens == expected
+        reports[f"k{k}"] = {
+            **acceptance_report(totals.tolist()),
+            "same_as_greedy": f"{num_same}/{len(prompts)}",
         }
-    out["seconds"] = round(time.time() - t0, 1)
-    print(json.dumps(out, indent=1, ensure_ascii=False))
+    return reports
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="folder of the checkpoint")
+    parser.add_argument("--val", type=Path, help="data.py's val.bin")
+    parser.add_argument(
+        "--prompts", type=Path, help="val_prompts.json or the checkpoint's heldout_prompts.json"
+    )
+    parser.add_argument("--n", type=int, default=6, help="held-out passages for the speculative run")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate, also of each sample")
+    parser.add_argument("--windows", type=int, default=12, help="held-out windows of 512 tokens")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    hub = HubModel(args.path, dtype)
+    mtp = MtpLayer(args.path, hub.model.config, dtype).eval()
+    report: dict[str, Any] = {
+        "class": type(hub.model).__name__,
+        "parameters_main": sum(param.numel() for param in hub.model.parameters()),
+        "parameters_mtp": sum(param.numel() for param in mtp.parameters()),
+        "dtype": args.dtype,
+    }
+    if args.val:
+        report |= held_out_losses(hub.model, args.val, args.windows)
+    report["samples"] = generate_samples(hub, args.new)
+    start = time.perf_counter()
+    prompts = speculative_prompts(hub, args.prompts, args.n)
+    report["speculative"] = compare_speculative(hub, mtp, prompts, args.new)
+    report["seconds"] = round(time.perf_counter() - start, 1)
+    print(json.dumps(report, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":
