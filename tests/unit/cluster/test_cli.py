@@ -101,7 +101,7 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--tensor-paralel-size", "2"], "--tensor-parallel-size"),
         (["servee"], "serve"),
         (["batch", "-i", "x"], "--output"),
-        (["config", "show", "-tp", "3"], "use 1, 2, 4 or 8"),
+        (["config", "show", "-tp", "4", "-dcp", "3"], "use 1, 2 or 4"),
         (["config", "show", "-tp", "x"], "--tensor-parallel-size is 'x'; it must be a whole number >= 1"),
         (["serve", "--model", "/nope"], "no such model path: /nope"),
         (["generate", "x", "--temperature", "-1"], "temperature is -1.0"),

@@ -80,7 +80,7 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
         (CHAT, {"temperature": "hot"}, "temperature", "temperature is 'hot'; it must be a number"),
         (CHAT, {"temperature": -1}, "temperature", "from 0 (greedy)"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "without logprobs"),
-        (CHAT, {"logprobs": True, "top_logprobs": 99}, "logprobs", "from 0 to 20"),
+        (CHAT, {"logprobs": True, "top_logprobs": "all"}, "logprobs", "logprobs is 'all'"),
         (CHAT, {"stop": 5}, "stop", "stop is 5"),
         (CHAT, {"ignore_eos": "yes"}, "ignore_eos", "ignore_eos is 'yes'"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens is 0"),

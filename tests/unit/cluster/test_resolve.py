@@ -89,8 +89,7 @@ def test_a_path_is_its_own_name(without_mtp: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 3}, ["tensor-parallel-size 3", "num_attention_heads 8", "1, 2, 4 or 8"]),
-        ({"tensor_parallel_size": 16}, ["tensor-parallel-size 16", "1, 2, 4 or 8"]),
+        ({"tensor_parallel_size": 16}, ["tensor-parallel-size 16", "num_attention_heads 8", "use 8 or less"]),
         (
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 3},
             ["decode-context-parallel-size 3", "tensor-parallel-size 4", "1, 2 or 4"],
@@ -129,7 +128,7 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         resolve(model=tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(CheckpointError, match=r"'gpt2' is not supported; supported: deepseek_v32"):
+    with pytest.raises(CheckpointError, match=r"'gpt2' is not supported; supported: .*deepseek_v32"):
         resolve(model=tmp_path)
 
 
