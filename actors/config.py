@@ -12,6 +12,8 @@ class GroupConfig:
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1
+    enable_expert_parallel: bool = False
+    """Whole routed experts on each shard, instead of a part of each expert."""
     num_speculative_tokens: int = 0
     max_model_len: int
     """Tokens of prompt and completion together, at most."""
@@ -26,6 +28,8 @@ class GroupConfig:
     kv_cache_dtype: str
     """Storage of the cache; the same names."""
     attention_backend: str = "torch"
+    max_logprobs: int = 20
+    """Alternatives that a request may ask for beside each token; -1: the whole vocabulary."""
     seed: int = 0
     trace: bool = False
     """Record where the time of steps goes, on the coordinator and on every shard."""

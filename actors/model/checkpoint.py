@@ -48,7 +48,6 @@ class Checkpoint:
         self.on_read: Callable[[int], None] = lambda num_bytes: None
         """Called with the number of bytes after each read from a file."""
         self._files = CheckpointFiles(self.path)
-        self._infos = self._files.tensors
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -58,6 +57,11 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         return self._files.notes
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What the files hold, by released name."""
+        return self._files.tensors
 
     def __enter__(self) -> Self:
         return self
@@ -71,13 +75,13 @@ class Checkpoint:
         self._files.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._infos
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
+        return iter(self.tensors)
 
     def __getitem__(self, name: str) -> TensorInfo:
-        return self._infos[name]
+        return self.tensors[name]
 
     def find_problems(
         self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]
@@ -115,9 +119,9 @@ class Checkpoint:
         Memory beyond the result: a tile. Errors: CheckpointError when a value is NaN, infinite or too large
         for the dtype.
         """
-        info = self._infos[name]
+        info = self.tensors[name]
         stored = _TORCH_DTYPES[info.dtype]
-        is_quantized = f"{name}{SCALE_SUFFIX}" in self._infos
+        is_quantized = f"{name}{SCALE_SUFFIX}" in self.tensors
         if dtype is None:
             dtype = torch.float32 if is_quantized else stored
         row_range = range(*rows.indices(info.shape[0]))
@@ -128,7 +132,7 @@ class Checkpoint:
 
     def find_bad_values(self, name: str) -> str | None:
         """Read a whole tensor, tile by tile; what is wrong with its values, None if nothing."""
-        info = self._infos[name]
+        info = self.tensors[name]
         tile = torch.empty(_tile_rows(info, _width(info)), _width(info), dtype=torch.float32)
         try:
             for start in range(0, info.shape[0], len(tile)):
@@ -142,10 +146,10 @@ class Checkpoint:
         """Fill out [rows, columns] tile by tile."""
         if not rows or not columns:
             return
-        info = self._infos[name]
+        info = self.tensors[name]
         stored = _TORCH_DTYPES[info.dtype]
         scale_name = f"{name}{SCALE_SUFFIX}"
-        scale = self.read(scale_name, dtype=torch.float32) if scale_name in self._infos else None
+        scale = self.read(scale_name, dtype=torch.float32) if scale_name in self.tensors else None
         step = _tile_rows(info, _width(info) if _reads_through(info, columns) else len(columns))
         for start in range(0, len(rows), step):
             part = rows[start : start + step]

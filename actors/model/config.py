@@ -1,19 +1,32 @@
 """What config.json says about a model, checked once; the rest of the package trusts it."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.model.config_fields import FieldReader
 from actors.model.quantization import read_block_size
+from actors.model.rope_config import YarnScaling, read_rope
 from kernels_integration.errors import CheckpointError, ConfigError
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v32",)
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
-"""Legal values of config.json's torch_dtype."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a model_type says that config.json leaves out."""
+
+    has_indexer: bool
+    indexer_rope_interleave: bool = False
+    """Unless `indexer_rope_interleave` says otherwise."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v3": Family(has_indexer=False),
+    "deepseek_v32": Family(has_indexer=True),
+    "glm_moe_dsa": Family(has_indexer=True, indexer_rope_interleave=True),
+    "kimi_k2": Family(has_indexer=False),  # DeepSeek-V3 under another name
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +46,23 @@ class ModelConfig:
     """Rows and columns of an FP8 weight that share one scale; which tensors are FP8, their scales tell."""
 
     num_attention_heads: int
-    q_lora_rank: int
+    q_lora_rank: int | None
+    """None: queries come from the layer input by one projection."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
     rope_theta: float
+    rope_scaling: YarnScaling | None
+    rope_interleave: bool
 
+    # 0, False and () without an indexer.
     index_n_heads: int
     index_head_dim: int
     index_topk: int
     indexer_rope_interleave: bool
+    indexer_types: tuple[str, ...]
+    """Per main layer "full" or "shared"; see `runs_indexer`."""
 
     first_k_dense_replace: int
     intermediate_size: int
@@ -63,7 +82,20 @@ class ModelConfig:
     @property
     def mla_scale(self) -> float:
         """s in score = q . k * s."""
-        return float(self.qk_head_dim**-0.5)
+        scaling = self.rope_scaling
+        return float(self.qk_head_dim**-0.5) * (scaling.score_factor if scaling is not None else 1.0)
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that the rotary embedding was made for.
+
+        YaRN extends the original length by its factor; max_position_embeddings may state either length.
+        """
+        scaling = self.rope_scaling
+        if scaling is None:
+            return self.max_position_embeddings
+        extended = int(scaling.original_max_position_embeddings * scaling.factor)
+        return max(self.max_position_embeddings, extended)
 
     @property
     def latent_dim(self) -> int:
@@ -77,6 +109,21 @@ class ModelConfig:
     @property
     def num_mtp_layers(self) -> int:
         return self.num_nextn_predict_layers
+
+    def num_drafting_layers(self, num_speculative_tokens: int) -> int:
+        """MTP layers that so many drafts use: draft i comes from layer i modulo their number."""
+        return min(self.num_mtp_layers, num_speculative_tokens)
+
+    def runs_indexer(self, layer: int) -> bool:
+        """Whether a layer selects for itself; if not, it reuses the selection of the last one that did.
+
+        MTP layers, numbered from num_hidden_layers on, always select for themselves.
+        """
+        return self.has_indexer and (layer >= self.num_hidden_layers or self.indexer_types[layer] == "full")
+
+    def index_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Of the first `num_layers` layers of the cache, those that keep indexer keys."""
+        return tuple(layer for layer in range(num_layers) if self.runs_indexer(layer))
 
     def is_moe_layer(self, layer: int) -> bool:
         """MTP layers, numbered from num_hidden_layers on, always are."""
@@ -112,43 +159,47 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any], *, source: str = "config.json") -> "ModelConfig":
         """The same from the parsed JSON; `source` names it in messages."""
         model_type = raw.get("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise CheckpointError(
-                f"{source}: model_type {model_type!r} is not supported; "
-                f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+                f"{source}: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
             )
-        read = _FieldReader(raw)
+        family, read = FAMILIES[model_type], FieldReader(raw)
         _refuse_unsupported(read)
+        num_hidden_layers = read.integer("num_hidden_layers")
+        max_position_embeddings = read.integer("max_position_embeddings")
+        rope_theta, rope_scaling = read_rope(read, max_position_embeddings)
         config = cls(
             model_type=model_type,
             vocab_size=read.integer("vocab_size"),
             hidden_size=read.integer("hidden_size"),
-            num_hidden_layers=read.integer("num_hidden_layers"),
-            num_nextn_predict_layers=read.integer(
-                "num_nextn_predict_layers", default=0, minimum=0, maximum=1
-            ),
-            max_position_embeddings=read.integer("max_position_embeddings"),
+            num_hidden_layers=num_hidden_layers,
+            num_nextn_predict_layers=read.num_mtp_layers(),
+            max_position_embeddings=max_position_embeddings,
             rms_norm_eps=read.number("rms_norm_eps"),
             tie_word_embeddings=read.boolean("tie_word_embeddings", default=False),
             torch_dtype=read.dtype(),
             weight_block_size=read_block_size(raw, read.problems),
             num_attention_heads=read.integer("num_attention_heads"),
-            q_lora_rank=read.integer("q_lora_rank"),
+            q_lora_rank=None if _has_no_query_latent(raw, family) else read.integer("q_lora_rank"),
             kv_lora_rank=read.integer("kv_lora_rank"),
             qk_nope_head_dim=read.integer("qk_nope_head_dim"),
             qk_rope_head_dim=read.integer("qk_rope_head_dim"),
             v_head_dim=read.integer("v_head_dim"),
-            rope_theta=read.rope_theta(),
-            index_n_heads=read.integer("index_n_heads"),
-            index_head_dim=read.integer("index_head_dim"),
-            index_topk=read.integer("index_topk"),
-            indexer_rope_interleave=read.boolean("indexer_rope_interleave", default=False),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            rope_interleave=read.boolean("rope_interleave", default=True),
+            index_n_heads=read.integer("index_n_heads") if family.has_indexer else 0,
+            index_head_dim=read.integer("index_head_dim") if family.has_indexer else 0,
+            index_topk=read.integer("index_topk") if family.has_indexer else 0,
+            indexer_rope_interleave=family.has_indexer
+            and read.boolean("indexer_rope_interleave", default=family.indexer_rope_interleave),
+            indexer_types=read.indexer_types(num_hidden_layers) if family.has_indexer else (),
             first_k_dense_replace=read.first_k_dense_replace(),
             intermediate_size=read.integer("intermediate_size"),
             moe_intermediate_size=read.integer("moe_intermediate_size"),
             n_routed_experts=read.integer("n_routed_experts"),
             num_experts_per_tok=read.integer("num_experts_per_tok"),
-            n_shared_experts=read.integer("n_shared_experts", minimum=0),
+            n_shared_experts=read.n_shared_experts(),
             n_group=read.integer("n_group"),
             topk_group=read.integer("topk_group"),
             norm_topk_prob=read.boolean("norm_topk_prob"),
@@ -160,18 +211,16 @@ class ModelConfig:
         return config
 
     def check_parallel(self, tensor_parallel_size: int, decode_context_parallel_size: int = 1) -> None:
-        """Errors: ConfigError when tp does not divide heads and widths of this model, or dcp not tp."""
+        """Errors: ConfigError for more shards than heads, or a dcp that does not divide tp.
+
+        Heads and vocabulary are padded and widths split unevenly where tp does not divide them.
+        """
         tp, dcp = tensor_parallel_size, decode_context_parallel_size
-        sizes = {"num_attention_heads": self.num_attention_heads}
-        if self.first_k_dense_replace > 0:
-            sizes["intermediate_size"] = self.intermediate_size
-        if self.is_moe_layer(self.num_hidden_layers - 1) or self.num_mtp_layers > 0:
-            sizes["moe_intermediate_size"] = self.moe_intermediate_size
-        legal = _divisors(math.gcd(*sizes.values()))
-        if tp not in legal:
-            named = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        if tp > self.num_attention_heads:
             raise ConfigError(
-                f"tensor-parallel-size {tp} does not divide this model's {named}; use {_either(legal)}"
+                f"tensor-parallel-size {tp} is more than this model's num_attention_heads "
+                f"{self.num_attention_heads}, which leaves shards without a head; use "
+                f"{self.num_attention_heads} or less"
             )
         if dcp not in _divisors(tp):
             raise ConfigError(
@@ -183,7 +232,7 @@ class ModelConfig:
         found = []
         for name in ("qk_rope_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank", "index_head_dim"):
             size = getattr(self, name)
-            if size % 2:
+            if size is not None and size % 2:
                 found.append(f"{name} {size} must be even: RoPE turns aligned pairs")
         if self.has_indexer and self.index_head_dim < self.qk_rope_head_dim:
             found.append(
@@ -212,87 +261,7 @@ class ModelConfig:
         return found
 
 
-class _FieldReader:
-    """Typed access to the JSON object; collects what is wrong instead of stopping at the first."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.problems: list[str] = []
-
-    def _missing(self, name: str, want: str) -> None:
-        self.problems.append(f"{name} is missing; it must be {want}")
-
-    def _ill_typed(self, name: str, value: object, want: str) -> None:
-        self.problems.append(f"{name} is {value!r}; it must be {want}")
-
-    def integer(
-        self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int | None = None
-    ) -> int:
-        want = f"an integer >= {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
-        value = self.raw.get(name)
-        if value is None:
-            if default is None:
-                self._missing(name, want)
-                return minimum
-            return default
-        legal = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-        if not legal or (maximum is not None and value > maximum):
-            self._ill_typed(name, value, want)
-            return minimum
-        return int(value)
-
-    def number(self, name: str, *, value: object = None) -> float:
-        """A finite number > 0, taken from `value` where the field is nested."""
-        value = self.raw.get(name) if value is None else value
-        if value is None:
-            self._missing(name, "a number > 0")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            self._ill_typed(name, value, "a number > 0")
-        else:
-            return float(value)
-        return 1.0
-
-    def boolean(self, name: str, *, default: bool | None = None) -> bool:
-        value = self.raw.get(name)
-        if value is None:
-            if default is None:
-                self._missing(name, "true or false")
-            return bool(default)
-        if not isinstance(value, bool):
-            self._ill_typed(name, value, "true or false")
-        return bool(value)
-
-    def dtype(self) -> str:
-        """`torch_dtype`, spelt `dtype` by newer writers; float32 where neither is given."""
-        name = "torch_dtype" if self.raw.get("torch_dtype") is not None else "dtype"
-        value = self.raw.get(name)
-        if value is None:
-            return "float32"
-        if value not in DTYPES:
-            self._ill_typed(name, value, "one of " + ", ".join(DTYPES))
-        return str(value)
-
-    def rope_theta(self) -> float:
-        """From `rope_theta`, or from `rope_parameters` as newer writers nest it."""
-        nested = self.raw.get("rope_parameters")
-        value = nested.get("rope_theta") if isinstance(nested, Mapping) else None
-        return self.number("rope_theta", value=value)
-
-    def first_k_dense_replace(self) -> int:
-        """From `first_k_dense_replace`, or from `mlp_layer_types` ("dense"..., then "sparse"...)."""
-        types = self.raw.get("mlp_layer_types")
-        if types is None:
-            return self.integer("first_k_dense_replace", minimum=0)
-        dense = types.count("dense") if isinstance(types, list) else 0
-        if not isinstance(types, list) or types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-            self._ill_typed("mlp_layer_types", types, 'a list of "dense" followed by "sparse"')
-        given = self.raw.get("first_k_dense_replace")
-        if given is not None and given != dense:
-            self._ill_typed("first_k_dense_replace", given, f"{dense}, as mlp_layer_types says")
-        return dense
-
-
-def _refuse_unsupported(read: _FieldReader) -> None:
+def _refuse_unsupported(read: FieldReader) -> None:
     """Features whose absence here would give wrong text instead of an error."""
     only: Mapping[str, object] = {
         "hidden_act": "silu",
@@ -305,15 +274,11 @@ def _refuse_unsupported(read: _FieldReader) -> None:
         value = read.raw.get(name, supported)
         if value != supported:
             read.problems.append(f"{name} {value!r} is not supported; supported: {supported!r}")
-    for name in ("rope_scaling", "rope_parameters"):
-        scaling = read.raw.get(name)
-        if scaling is None:
-            continue
-        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else scaling
-        if kind != "default":
-            read.problems.append(
-                f"{name} of type {kind!r} is not supported; supported: null or type 'default'"
-            )
+
+
+def _has_no_query_latent(raw: Mapping[str, Any], family: Family) -> bool:
+    """`q_lora_rank` may be null, not absent; an indexer reads the latent, so with one it may be neither."""
+    return not family.has_indexer and "q_lora_rank" in raw and raw["q_lora_rank"] is None
 
 
 def _divisors(n: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.model.config import ModelConfig
 from actors.model.indexer import Indexer
-from actors.model.layers import rms_norm, rotate_pairs
+from actors.model.layers import halves_to_pairs, rms_norm, rotate_pairs
 from actors.model.linear import Linear
 from actors.model.weights import WeightReader, accumulate_dtype
 from kernels_integration import attention
@@ -22,12 +22,13 @@ from kernels_integration.kv_cache import KVCache
 from kernels_integration.plan import SparseMLAPlan
 from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
+from kernels_integration.selection import Selection
 from kernels_integration.spans import Spans
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PassContext:
-    """What all layers of one forward pass share."""
+    """What all layers of one forward pass share, and the selection that one layer hands to the next."""
 
     rows: RowBatch
     rope: Tensor
@@ -35,8 +36,10 @@ class PassContext:
     cache: KVCache
     planner: StepPlanner
     dense_plan: SparseMLAPlan | None
-    """The plan of every layer when no row sees more than index_topk tokens; else each layer selects."""
+    """The plan of every layer when no row sees more than index_topk tokens; else layers select."""
     spans: Spans
+    selection: Selection | None = None
+    """Of the last layer that ran its indexer; layers that share one reuse it."""
 
 
 class LatentAttention:
@@ -47,24 +50,28 @@ class LatentAttention:
         self.dcp = dcp
         self.eps = config.rms_norm_eps
         self.scale = config.mla_scale
-        self.num_heads = config.num_attention_heads // reader.size
-        self.q_lora_rank = config.q_lora_rank
+        self.num_heads = -(-config.num_attention_heads // reader.size)
+        self.q_lora_rank = config.q_lora_rank or 0
         self.kv_lora_rank = config.kv_lora_rank
         self.nope_dim = config.qk_nope_head_dim
         self.latent_dim = config.latent_dim
-        self.indexer = Indexer(config, reader.under("indexer.")) if config.has_indexer else None
-        self.q_norm = reader.norm("q_a_layernorm.weight")
+        self.indexer = Indexer(config, reader.under("indexer.")) if config.runs_indexer(layer) else None
+        has_latent = config.q_lora_rank is not None
+        self.q_norm = reader.norm("q_a_layernorm.weight") if has_latent else None
         self.kv_norm = reader.norm("kv_a_layernorm.weight")
         # What multiplies x is one matrix: [Wqa | Wkva | Wk of the indexer].
-        down = [reader.whole("q_a_proj.weight"), reader.whole("kv_a_proj_with_mqa.weight")]
+        down = [reader.whole("q_a_proj.weight")] if has_latent else []
+        down.append(_rotary_rows_in_pairs(reader.whole("kv_a_proj_with_mqa.weight"), 1, config))
         if self.indexer is not None:
             down.append(reader.whole("indexer.wk.weight")[self.indexer.dim_order])
         self.down_proj = Linear(torch.cat(down))
-        self.q_b_proj = Linear(reader.rows("q_b_proj.weight"))
-        kv_b = reader.rows("kv_b_proj.weight").view(self.num_heads, -1, config.kv_lora_rank)
+        heads = config.num_attention_heads
+        query = reader.head_rows("q_b_proj.weight" if has_latent else "q_proj.weight", heads)
+        self.query_proj = Linear(_rotary_rows_in_pairs(query, self.num_heads, config))
+        kv_b = reader.head_rows("kv_b_proj.weight", heads).view(self.num_heads, -1, config.kv_lora_rank)
         self.w_uk = kv_b[:, : self.nope_dim].contiguous()  # [H, N, C]
         self.w_uv = kv_b[:, self.nope_dim :].transpose(1, 2).contiguous()  # [H, C, V]
-        self.o_proj = Linear(reader.columns("o_proj.weight"))
+        self.o_proj = Linear(reader.head_columns("o_proj.weight", heads))
 
     def __call__(self, x: Tensor, ctx: PassContext) -> Tensor:
         """This rank's summand of the attention output [T, hidden]; x [T, hidden] is the normed layer input.
@@ -73,7 +80,7 @@ class LatentAttention:
         """
         down = self.down_proj(x)
         kv_end = self.q_lora_rank + self.latent_dim
-        cq = rms_norm(down[:, : self.q_lora_rank], self.q_norm, self.eps)
+        cq = rms_norm(down[:, : self.q_lora_rank], self.q_norm, self.eps) if self.q_norm is not None else x
         latent = down[:, self.q_lora_rank : kv_end]
         c = latent[:, : self.kv_lora_rank]
         c.copy_(rms_norm(c, self.kv_norm, self.eps))
@@ -82,16 +89,17 @@ class LatentAttention:
         ctx.cache.write(self.layer, ctx.rows, latent, index_key)
 
         plan = ctx.dense_plan if ctx.dense_plan is not None else self._sparse_plan(x, cq, ctx)
-        q = self._absorb(self.q_b_proj(cq).view(x.shape[0], self.num_heads, -1), ctx.rope)
+        q = self._absorb(self.query_proj(cq).view(x.shape[0], self.num_heads, -1), ctx.rope)
         return self._output(self._attend(plan, q, ctx.cache.latent(self.layer)))
 
     def _sparse_plan(self, x: Tensor, cq: Tensor, ctx: PassContext) -> SparseMLAPlan:
-        assert self.indexer is not None, "without an indexer every pass is dense"
-        keys = ctx.cache.index_keys(self.layer)
-        with ctx.spans("indexer"):
-            selection = self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp)
+        if self.indexer is not None:
+            keys = ctx.cache.index_keys(self.layer)
+            with ctx.spans("indexer"):
+                ctx.selection = self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp)
+        assert ctx.selection is not None, "the first layer runs an indexer, or every pass is dense"
         with ctx.spans("plan"):
-            return ctx.planner.plan(selection)
+            return ctx.planner.plan(ctx.selection)
 
     def _absorb(self, query: Tensor, rope: Tensor) -> Tensor:
         """[q' | rotated q_rope] [T, H, C + R] from [q_nope | q_rope] [T, H, N + R]."""
@@ -114,3 +122,13 @@ class LatentAttention:
     def _output(self, o: Tensor) -> Tensor:
         values = torch.bmm(o.to(self.w_uv.dtype).transpose(0, 1), self.w_uv)
         return self.o_proj(values.transpose(0, 1).flatten(1))
+
+
+def _rotary_rows_in_pairs(weight: Tensor, num_heads: int, config: ModelConfig) -> Tensor:
+    """A projection whose last R rows of each head are rotary, reordered where the family rotates halves."""
+    if config.rope_interleave:
+        return weight
+    heads = weight.view(num_heads, -1, weight.shape[1])
+    first = heads.shape[1] - config.qk_rope_head_dim
+    rotary = heads[:, first:][:, halves_to_pairs(config.qk_rope_head_dim, config.qk_rope_head_dim)]
+    return torch.cat((heads[:, :first], rotary), dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The multi-token-prediction layer (DeepSeek-V3 report, section 2.2): it looks one token further."""
+"""A multi-token-prediction module (DeepSeek-V3 report, section 2.2): it looks one token further."""
 
 import torch
 from torch import Tensor
@@ -16,15 +16,18 @@ from kernels_integration.dcp import DcpGroup
 class MtpLayer:
     """z = shared_head.norm(layer(eh_proj([enorm(embedding) | hnorm(h)]))).
 
-    The row of slot p takes t[p] and h[p-1], and predicts t[p+1]; its KV is the cache's last layer.
+    The row of slot p takes t[p] and h[p-1], and predicts t[p+1]; of several, module j takes z[p-1] of module
+    j-1 in place of h[p-1]. Module j is layer num_hidden_layers + j of checkpoint and cache.
     """
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, tp: Collectives, dcp: DcpGroup) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, reader: WeightReader, tp: Collectives, dcp: DcpGroup
+    ) -> None:
         self.eps = config.rms_norm_eps
         self.embedding_norm = reader.norm("enorm.weight")
         self.hidden_norm = reader.norm("hnorm.weight")
         self.eh_proj = Linear(reader.whole("eh_proj.weight"))
-        self.layer = DecoderLayer(config, config.num_hidden_layers, reader, tp, dcp)
+        self.layer = DecoderLayer(config, layer, reader, tp, dcp)
         self.head_norm = reader.norm("shared_head.norm.weight")
 
     def __call__(self, embedding: Tensor, prev_hidden: Tensor, ctx: PassContext) -> Tensor:

@@ -29,11 +29,12 @@ def main_tensor_shapes(config: ModelConfig) -> Shapes:
     return shapes
 
 
-def mtp_tensor_shapes(config: ModelConfig) -> Shapes:
-    """What the MTP layers cannot do without: each is a whole decoder layer and its entrance."""
+def mtp_tensor_shapes(config: ModelConfig, num_mtp_layers: int | None = None) -> Shapes:
+    """What the first MTP layers (None: all) need: each is a whole decoder layer and its entrance."""
     shapes: Shapes = {}
     h = config.hidden_size
-    for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_mtp_layers):
+    num_mtp_layers = config.num_mtp_layers if num_mtp_layers is None else num_mtp_layers
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + num_mtp_layers):
         prefix = layer_prefix(layer)
         shapes |= {
             f"{prefix}enorm.weight": (h,),
@@ -45,16 +46,29 @@ def mtp_tensor_shapes(config: ModelConfig) -> Shapes:
     return shapes
 
 
-def repeated_tensor_shapes(config: ModelConfig) -> Shapes:
-    """What a release may repeat: the head where it is tied, embedding and head inside the MTP layers.
+def repeated_tensors(config: ModelConfig, num_mtp_layers: int | None = None) -> dict[str, str]:
+    """Tensors that a release may repeat, each with the one that is used in its place and must be equal.
 
-    They equal the main model's and are never read.
+    The head where it is tied; embedding and head inside the first MTP layers (None: all).
     """
-    shape = (config.vocab_size, config.hidden_size)
-    shapes: Shapes = {HEAD: shape} if config.tie_word_embeddings else {}
-    for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_mtp_layers):
-        shapes[f"{layer_prefix(layer)}embed_tokens.weight"] = shape
-        shapes[f"{layer_prefix(layer)}shared_head.head.weight"] = shape
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
+    copies = {HEAD: EMBEDDING} if config.tie_word_embeddings else {}
+    num_mtp_layers = config.num_mtp_layers if num_mtp_layers is None else num_mtp_layers
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + num_mtp_layers):
+        copies[f"{layer_prefix(layer)}embed_tokens.weight"] = EMBEDDING
+        copies[f"{layer_prefix(layer)}shared_head.head.weight"] = head
+    return copies
+
+
+def repeated_tensor_shapes(config: ModelConfig) -> Shapes:
+    """What a release may hold beside the model: copies, and rotary frequencies, which follow from the config.
+
+    Neither is used.
+    """
+    shapes: Shapes = dict.fromkeys(repeated_tensors(config), (config.vocab_size, config.hidden_size))
+    for layer in range(config.num_hidden_layers + config.num_mtp_layers):
+        inv_freq = f"{layer_prefix(layer)}self_attn.rotary_emb.inv_freq"
+        shapes[inv_freq] = (config.qk_rope_head_dim // 2,)
     return shapes
 
 
@@ -91,7 +105,7 @@ def _decoder_layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         f"{prefix}post_attention_layernorm.weight": (h,),
     }
     shapes |= _attention_shapes(config, f"{prefix}self_attn.")
-    if config.has_indexer:
+    if config.runs_indexer(layer):
         shapes |= _indexer_shapes(config, f"{prefix}self_attn.indexer.")
     if not config.is_moe_layer(layer):
         return shapes | _mlp_shapes(f"{prefix}mlp.", h, config.intermediate_size)
@@ -108,22 +122,29 @@ def _decoder_layer_shapes(config: ModelConfig, layer: int) -> Shapes:
 
 def _attention_shapes(config: ModelConfig, prefix: str) -> Shapes:
     h, heads = config.hidden_size, config.num_attention_heads
-    return {
-        f"{prefix}q_a_proj.weight": (config.q_lora_rank, h),
-        f"{prefix}q_a_layernorm.weight": (config.q_lora_rank,),
-        f"{prefix}q_b_proj.weight": (heads * config.qk_head_dim, config.q_lora_rank),
+    kv_b_width = config.qk_nope_head_dim + config.v_head_dim
+    return _query_shapes(config, prefix) | {
         f"{prefix}kv_a_proj_with_mqa.weight": (config.latent_dim, h),
         f"{prefix}kv_a_layernorm.weight": (config.kv_lora_rank,),
-        f"{prefix}kv_b_proj.weight": (
-            heads * (config.qk_nope_head_dim + config.v_head_dim),
-            config.kv_lora_rank,
-        ),
+        f"{prefix}kv_b_proj.weight": (heads * kv_b_width, config.kv_lora_rank),
         f"{prefix}o_proj.weight": (h, heads * config.v_head_dim),
+    }
+
+
+def _query_shapes(config: ModelConfig, prefix: str) -> Shapes:
+    h, width, rank = config.hidden_size, config.num_attention_heads * config.qk_head_dim, config.q_lora_rank
+    if rank is None:
+        return {f"{prefix}q_proj.weight": (width, h)}
+    return {
+        f"{prefix}q_a_proj.weight": (rank, h),
+        f"{prefix}q_a_layernorm.weight": (rank,),
+        f"{prefix}q_b_proj.weight": (width, rank),
     }
 
 
 def _indexer_shapes(config: ModelConfig, prefix: str) -> Shapes:
     h, heads, dim = config.hidden_size, config.index_n_heads, config.index_head_dim
+    assert config.q_lora_rank is not None, "a model with an indexer has a query latent"
     return {
         f"{prefix}wq_b.weight": (heads * dim, config.q_lora_rank),
         f"{prefix}wk.weight": (dim, h),

@@ -28,21 +28,24 @@ def build_shard(
         tp, dcp_comm = SpannedCollectives(tp, spans), SpannedCollectives(dcp_comm, spans)
     model_config = ModelConfig.from_pretrained(config.model_path)
     dcp = DcpGroup(interleave=config.cp_kv_cache_interleave_size, comm=dcp_comm)
-    with_mtp = config.num_speculative_tokens > 0
+    num_mtp_layers = model_config.num_drafting_layers(config.num_speculative_tokens)
     model = load_model(
         model_config,
         config.model_path,
         dtype=DTYPES[config.dtype],
         tp=tp,
         dcp=dcp,
-        with_mtp=with_mtp,
+        num_mtp_layers=num_mtp_layers,
+        expert_parallel=config.enable_expert_parallel,
         spans=spans,
     )
+    num_layers = model_config.num_hidden_layers + num_mtp_layers
     cache = KVCache.allocate(
-        num_layers=model_config.num_hidden_layers + int(with_mtp),
+        num_layers=num_layers,
         num_slots=config.num_kv_blocks * config.block_size,
         latent_dim=model_config.kv_lora_rank + model_config.qk_rope_head_dim,
-        index_dim=model_config.index_head_dim,
+        index_dim=model_config.index_head_dim if model_config.has_indexer else None,
+        index_layers=model_config.index_layers(num_layers),
         dtype=DTYPES[config.kv_cache_dtype],
     )
     return Shard(config, model, cache, tp=tp, dcp=dcp, num_parts=torch.get_num_threads(), spans=spans)

@@ -36,7 +36,7 @@ def with_settings(cls: type[EngineArgs]) -> Callable[[Callable[..., None]], Call
                 field,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[str | None, _option(cls, field)],
+                annotation=Annotated[_flag_type(cls, field) | None, _option(cls, field)],
             )
             for field in cls.model_fields
         ]
@@ -51,8 +51,21 @@ def with_settings(cls: type[EngineArgs]) -> Callable[[Callable[..., None]], Call
     return decorate
 
 
+def _flag_type(cls: type[EngineArgs], field: str) -> type:
+    """bool: a switch, --NAME or --no-NAME without a value."""
+    return bool if cls.model_fields[field].annotation is bool else str
+
+
 def _option(cls: type[EngineArgs], field: str) -> Any:
     setting, info = setting_of(cls, field), cls.model_fields[field]
+    if _flag_type(cls, field) is bool:
+        name, shown = flag_name(field), "on" if info.default else "off"
+        return typer.Option(
+            f"{name}/--no-{name.removeprefix('--')}",
+            help=f"{info.description} [default: {shown}]",
+            show_default=False,
+            rich_help_panel=setting.group,
+        )
     names = [flag_name(field)] + ([setting.short] if setting.short else [])
     default = setting.shown_default or info.default
     return typer.Option(

@@ -106,6 +106,12 @@ class EngineArgs(BaseModel):
             shown_default="the checkpoint's, as far as the KV cache holds it",
         ),
     ] = None
+    max_logprobs: Annotated[
+        int,
+        Field(ge=-1, description="Alternatives that a request may ask for; -1: the whole vocabulary."),
+        BeforeValidator(_whole_number),
+        Setting(rule="a whole number >= 0, or -1", group="Model"),
+    ] = 20
     seed: Annotated[
         Seed,
         Field(description="Requests without a seed of their own draw theirs from it."),
@@ -127,6 +133,12 @@ class EngineArgs(BaseModel):
         Field(description="Consecutive tokens that one shard keeps under -dcp; divides --block-size."),
         Setting(rule=_AT_LEAST_ONE, group="Parallelism"),
     ] = 1
+
+    enable_expert_parallel: Annotated[
+        bool,
+        Field(description="Whole routed experts on each shard, instead of a part of each expert."),
+        Setting(rule="true or false", group="Parallelism"),
+    ] = False
 
     speculative_config: Annotated[
         SpeculativeConfig | None,

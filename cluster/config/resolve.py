@@ -43,6 +43,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         tensor_parallel_size=args.tensor_parallel_size,
         decode_context_parallel_size=args.decode_context_parallel_size,
         cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
+        enable_expert_parallel=args.enable_expert_parallel,
         num_speculative_tokens=num_speculative_tokens,
         max_model_len=_max_model_len(args, model, num_kv_blocks, bytes_per_block),
         max_num_seqs=args.max_num_seqs,
@@ -52,15 +53,16 @@ def resolve(args: EngineArgs) -> GroupConfig:
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         attention_backend="torch" if args.attention_backend == "auto" else args.attention_backend,
+        max_logprobs=args.max_logprobs,
         seed=args.seed,
     )
 
 
 def kv_bytes_per_token(model: ModelConfig, num_speculative_tokens: int, dtype: str) -> int:
     """Bytes that a token takes on the shard that keeps it, all layers together."""
-    num_layers = model.num_hidden_layers + (model.num_mtp_layers if num_speculative_tokens else 0)
-    index_dim = model.index_head_dim if model.has_indexer else 0
-    return num_layers * (model.latent_dim + index_dim) * _ITEM_SIZES[dtype]
+    num_layers = model.num_hidden_layers + model.num_drafting_layers(num_speculative_tokens)
+    index_values = len(model.index_layers(num_layers)) * model.index_head_dim
+    return (num_layers * model.latent_dim + index_values) * _ITEM_SIZES[dtype]
 
 
 def has_mtp_weights(model: ModelConfig, path: Path) -> bool:
@@ -142,11 +144,11 @@ def _max_model_len(args: EngineArgs, model: ModelConfig, num_kv_blocks: int, byt
     tokens_per_block = args.block_size * args.decode_context_parallel_size
     held = num_kv_blocks * tokens_per_block + 1
     if args.max_model_len is None:
-        return min(model.max_position_embeddings, held)
-    if args.max_model_len > model.max_position_embeddings:
+        return min(model.max_model_len, held)
+    if args.max_model_len > model.max_model_len:
         raise ConfigError(
             f"max-model-len {args.max_model_len} is beyond the checkpoint's max_position_embeddings "
-            f"{model.max_position_embeddings}; use at most {model.max_position_embeddings}"
+            f"{model.max_model_len}; use at most {model.max_model_len}"
         )
     if args.max_model_len > held:
         blocks = -(-(args.max_model_len - 1) // tokens_per_block)

@@ -60,12 +60,13 @@ def test_flags_are_spelled_as_in_vllm(capsys: pytest.CaptureFixture[str]) -> Non
         *("--speculative-config", '{"method":"mtp","num_speculative_tokens":2}', "--max-model-len", "100"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-dtype", "float64"),
         *("--dtype", "float64", "--attention-backend", "torch", "--seed", "9", "--host", "0.0.0.0"),
-        *("--port", "0", "--address", "auto", "--num-kv-blocks", "64"),
+        *("--port", "0", "--address", "auto", "--num-kv-blocks", "64", "--enable-expert-parallel"),
     )
     values = {name: setting["value"] for name, setting in shown.items()}
     assert values["tensor_parallel_size"] == 4
     assert values["decode_context_parallel_size"] == 2
     assert values["cp_kv_cache_interleave_size"] == 8
+    assert values["enable_expert_parallel"] is True
     assert values["num_speculative_tokens"] == 2
     assert (values["block_size"], values["max_model_len"], values["seed"]) == (32, 100, 9)
     assert (values["host"], values["port"], values["address"]) == ("0.0.0.0", 0, "auto")
@@ -185,7 +186,7 @@ def test_doctor_knows_the_dependencies() -> None:
 
 def test_answers_are_printed_in_order_while_they_come(capsys: pytest.CaptureFixture[str]) -> None:
     done: Any = object()
-    printer = _Printer(show_prompts=True)
+    printer = _Printer(separated=True)
     printer(1, "second ", None)
     printer(0, "first ", None)
     assert capsys.readouterr().out == "first "

@@ -32,17 +32,29 @@ class Rank:
         capacity: int = 400,
         tp: Collectives | None = None,
         dcp: DcpGroup | None = None,
-        with_mtp: bool = False,
+        num_mtp_layers: int = 0,
+        expert_parallel: bool = False,
     ) -> None:
         self.config = ModelConfig.from_pretrained(path)
         self.dcp = dcp or DcpGroup(1, SoloCollectives())
         self.model = load_model(
-            self.config, path, dtype=dtype, tp=tp or SoloCollectives(), dcp=self.dcp, with_mtp=with_mtp
+            self.config,
+            path,
+            dtype=dtype,
+            tp=tp or SoloCollectives(),
+            dcp=self.dcp,
+            num_mtp_layers=num_mtp_layers,
+            expert_parallel=expert_parallel,
         )
         self.slots = SlotMap(num_requests, capacity, self.dcp)
-        num_layers = self.config.num_hidden_layers + (1 if with_mtp else 0)
+        num_layers = self.config.num_hidden_layers + num_mtp_layers
         self.cache = KVCache.allocate(
-            num_layers, self.slots.num_slots, self.config.latent_dim, self.config.index_head_dim, dtype
+            num_layers,
+            self.slots.num_slots,
+            self.config.latent_dim,
+            self.config.index_head_dim or None,
+            dtype,
+            index_layers=self.config.index_layers(num_layers),
         )
         # A read of a slot that was never written must show.
         for storage in (*self.cache.latents, *self.cache.keys):
@@ -54,10 +66,12 @@ class Rank:
         return self.model.forward(torch.tensor(list(token_ids)), rows, self.cache, self._planner())
 
     @torch.inference_mode()
-    def mtp_forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int], prev_hidden: Tensor) -> Tensor:
-        rows = self.slots.rows(chunks, visible_from=1)
+    def mtp_forward(
+        self, chunks: Sequence[Chunk], token_ids: Sequence[int], prev_hidden: Tensor, module: int = 0
+    ) -> Tensor:
+        rows = self.slots.rows(chunks, visible_from=1 + module)
         ids = torch.tensor(list(token_ids))
-        return self.model.mtp_forward(ids, prev_hidden, rows, self.cache, self._planner())
+        return self.model.mtp_forward(ids, prev_hidden, rows, self.cache, self._planner(), module=module)
 
     def logits(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> Tensor:
         with torch.inference_mode():

@@ -26,9 +26,9 @@ def path(tmp_path):
     return write_random_checkpoint(tmp_path)
 
 
-def load(path, *, with_mtp=True, tp=SOLO, dcp=SOLO_DCP):
+def load(path, *, num_mtp_layers=1, tp=SOLO, dcp=SOLO_DCP):
     config = ModelConfig.from_pretrained(path)
-    return load_model(config, path, dtype=torch.float32, tp=tp, dcp=dcp, with_mtp=with_mtp)
+    return load_model(config, path, dtype=torch.float32, tp=tp, dcp=dcp, num_mtp_layers=num_mtp_layers)
 
 
 def change(path, edit):
@@ -68,7 +68,7 @@ def test_any_number_of_files_with_or_without_an_index(path, index):
     assert torch.equal(parts.layers[2].mlp(x), whole.layers[2].mlp(x))
     assert torch.equal(parts.logits(x), whole.logits(x))
     both = torch.randn(3, 128)
-    assert torch.equal(parts.mtp.eh_proj(both), whole.mtp.eh_proj(both))
+    assert torch.equal(parts.mtp_layers[0].eh_proj(both), whole.mtp_layers[0].eh_proj(both))
 
 
 def test_names_shapes_and_dtypes(tiny_dsa):
@@ -120,20 +120,20 @@ def test_all_problems_are_listed_by_name(path):
 def test_mtp_tensors_are_needed_only_to_draft(path):
     mtp = mtp_tensor_shapes(ModelConfig.from_pretrained(path))
     change(path, lambda tensors: [tensors.pop(name) for name in mtp])
-    assert load(path, with_mtp=False).mtp is None
+    assert load(path, num_mtp_layers=0).mtp_layers == []
     message = refusal(path)
     assert all(f"missing     {name}," in message for name in mtp)
 
 
 def test_mtp_tensors_are_unexpected_where_the_config_has_no_mtp(path):
     (path / "config.json").write_text(json.dumps({**BASE_CONFIG, "num_nextn_predict_layers": 0}))
-    assert "unexpected  model.layers.3.eh_proj.weight" in refusal(path, with_mtp=False)
-    assert "no MTP layer" in refusal(path, with_mtp=True)
+    assert "unexpected  model.layers.3.eh_proj.weight" in refusal(path, num_mtp_layers=0)
+    assert "no MTP layer" in refusal(path, num_mtp_layers=1)
 
 
 def test_mtp_weights_are_not_read_without_drafts(path):
     change(path, lambda tensors: tensors["model.layers.3.eh_proj.weight"].fill_(float("nan")))
-    load(path, with_mtp=False)
+    load(path, num_mtp_layers=0)
     assert "model.layers.3.eh_proj.weight holds NaN" in refusal(path)
 
 
@@ -143,7 +143,7 @@ def test_embedding_and_head_may_be_repeated_in_the_mtp_layer(path):
         tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
 
     change(path, edit)
-    assert load(path).mtp is not None
+    assert len(load(path).mtp_layers) == 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -229,7 +229,7 @@ def test_a_rank_reads_only_its_slices(path, monkeypatch):
         return data
 
     monkeypatch.setattr(Checkpoint, "read", counting)
-    run_ranks(2, 1, 1, lambda tp, dcp: load(path, with_mtp=False, tp=tp, dcp=dcp))
+    run_ranks(2, 1, 1, lambda tp, dcp: load(path, num_mtp_layers=0, tp=tp, dcp=dcp))
     replicated = ("norm", "mlp.gate.", "indexer", "q_a_proj", "kv_a_proj")
     for name, shape in shapes.items():
         copies = 2 if any(part in name for part in replicated) else 1

@@ -1,11 +1,17 @@
+import dataclasses
 import json
+import math
 
 import pytest
 from random_checkpoint import BASE_CONFIG
 
 from actors.model.config import ModelConfig
-from actors.model.tensors import parameter_counts
+from actors.model.tensors import main_tensor_shapes, parameter_counts
 from kernels_integration.errors import CheckpointError, ConfigError
+
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+GLM = {"model_type": "glm_moe_dsa"}
+DENSE = {"model_type": "deepseek_v3"}
 
 
 def config(**overrides):
@@ -50,9 +56,10 @@ def test_missing_path_file_instead_of_directory_and_no_config(tmp_path):
     assert ModelConfig.from_pretrained(tmp_path) == config()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", None])
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v2", "kimi_k25", None, ["deepseek_v3"]])
 def test_unsupported_model_type_lists_the_supported(model_type):
-    assert f"model_type {model_type!r} is not supported; supported: deepseek_v32" in refusal(
+    supported = "deepseek_v3, deepseek_v32, glm_moe_dsa, kimi_k2"
+    assert f"model_type {model_type!r} is not supported; supported: {supported}" in refusal(
         model_type=model_type
     )
 
@@ -69,11 +76,33 @@ def test_every_wrong_field_is_named_at_once():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling of type 'yarn' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters of type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, "rope type 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type 'llama3'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be null or a JSON object"),
+        ({"rope_scaling": {"type": "yarn"}}, "yarn's factor is None; it must be a number >= 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "yarn's factor is 0.5; it must be a number >= 1"),
+        ({"rope_scaling": {**YARN, "mscale": -1}}, "yarn's mscale is -1; it must be a number >= 0"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "yarn's truncate is 1; it must be true or false"),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+            "yarn's original_max_position_embeddings is 0; it must be an integer >= 1",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8}},
+            "rope_scaling and rope_parameters say different things; keep one of them",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"q_lora_rank": None}, "q_lora_rank is missing; it must be an integer >= 1"),
+        ({"indexer_types": ["full", "shared"]}, "indexer_types is ['full', 'shared']; it must be 3 times"),
+        ({"indexer_types": ["full", "half", "full"]}, "it must be 3 times"),
+        ({"indexer_types": 3}, "indexer_types is 3; it must be 3 times"),
+        ({"index_topk_pattern": "FSX"}, "index_topk_pattern is 'FSX'; it must be 3 times"),
+        ({"index_topk_pattern": "SFF"}, "index_topk_pattern 'SFF': layer 0 would share a selection"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "layer 0 would share a selection"),
+        ({"index_topk_freq": 0}, "index_topk_freq is 0; it must be an integer >= 1"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size is None"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: 'sigmoid'"),
-        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; it must be an integer from 0 to 1"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1; it must be an integer >= 0"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; it must be one of bfloat16"),
         ({"n_group": 4}, "n_group 4 must divide n_routed_experts 6"),
         ({"n_group": 6}, "n_group 6 leaves 1 expert in a group"),
@@ -107,19 +136,107 @@ def test_newer_spellings():
     assert newer == config(rope_theta=5e5, torch_dtype="float16")
 
 
+def test_families_differ_by_data():
+    dense, sparse, glm = config(**DENSE), config(), config(**GLM)
+    assert [c.has_indexer for c in (dense, sparse, glm)] == [False, True, True]
+    assert [c.indexer_rope_interleave for c in (dense, sparse, glm)] == [False, False, True]
+    assert not config(**GLM, indexer_rope_interleave=False).indexer_rope_interleave
+    assert dense.index_layers(4) == ()
+    assert sparse.index_layers(4) == (0, 1, 2, 3)
+    assert config(model_type="kimi_k2") == dataclasses.replace(dense, model_type="kimi_k2")
+    no_index_fields = {name: None for name in BASE_CONFIG if name.startswith("index_")}
+    assert config(**DENSE, **no_index_fields) == dense
+    assert "index_topk is missing" in refusal(**no_index_fields)
+
+
+def test_queries_without_a_latent():
+    assert config(**DENSE, q_lora_rank=None).q_lora_rank is None
+    absent = {name: value for name, value in BASE_CONFIG.items() if name != "q_lora_rank"}
+    with pytest.raises(CheckpointError, match="q_lora_rank is missing"):
+        ModelConfig.from_dict({**absent, **DENSE})
+
+
+def test_no_shared_experts():
+    assert config(n_shared_experts=None).n_shared_experts == config(n_shared_experts=0).n_shared_experts == 0
+    absent = {name: value for name, value in BASE_CONFIG.items() if name != "n_shared_experts"}
+    with pytest.raises(CheckpointError, match="n_shared_experts is missing"):
+        ModelConfig.from_dict(absent)
+
+
+FSSF = ("full", "shared", "shared", "full")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "types"),
+    [
+        ({}, ("full",) * 4),
+        ({"indexer_types": list(FSSF)}, FSSF),
+        ({"index_topk_pattern": "FSSF"}, FSSF),
+        ({"index_topk_pattern": list(FSSF)}, FSSF),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, FSSF),
+        ({"index_topk_freq": 2}, ("full", "full", "shared", "full")),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, ("full", "full", "full", "shared")),
+        # The more explicit spelling goes first.
+        ({"indexer_types": list(FSSF), "index_topk_pattern": "FFFF", "index_topk_freq": 2}, FSSF),
+        ({"index_topk_pattern": "FSSF", "index_topk_freq": 2}, FSSF),
+    ],
+)
+def test_shared_selections(spelling, types):
+    loaded = config(**GLM, num_hidden_layers=4, **spelling)
+    assert loaded.indexer_types == types
+    # MTP layers always run an indexer of their own.
+    assert loaded.index_layers(5) == (*(i for i in range(4) if types[i] == "full"), 4)
+    shapes = main_tensor_shapes(loaded)
+    assert [f"model.layers.{i}.self_attn.indexer.wk.weight" in shapes for i in range(4)] == [
+        kind == "full" for kind in types
+    ]
+
+
+def test_yarn():
+    """DeepSeek-V3's own values: m(40, 1) cancels in cos and sin and is squared in the score."""
+    released = {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    }
+    loaded = config(rope_scaling=released, max_position_embeddings=163840)
+    m = 0.1 * math.log(40) + 1
+    assert loaded.rope_scaling.embedding_factor == 1.0
+    assert loaded.mla_scale == pytest.approx(32**-0.5 * m * m)
+    assert loaded.max_model_len == 163840
+    newer = {**released, "rope_type": "yarn", "rope_theta": 10000.0}
+    del newer["type"]
+    assert loaded == config(rope_theta=None, rope_parameters=newer, max_position_embeddings=163840)
+
+
+def test_yarn_defaults_and_lengths():
+    plain = config(rope_scaling=YARN, max_position_embeddings=256)
+    m = 0.1 * math.log(4) + 1
+    assert plain.rope_scaling.embedding_factor == pytest.approx(m)
+    assert plain.mla_scale == 32**-0.5
+    assert (plain.rope_scaling.beta_fast, plain.rope_scaling.beta_slow) == (32.0, 1.0)
+    assert plain.rope_scaling.truncate
+    # Either length may be the stated one; without an original length the stated one is it.
+    assert plain.max_model_len == config(rope_scaling=YARN, max_position_embeddings=64).max_model_len == 256
+    assert config(rope_scaling={"type": "yarn", "factor": 4}).max_model_len == 4 * 256
+    outside = config(rope_scaling=YARN, original_max_position_embeddings=32)
+    assert outside.rope_scaling.original_max_position_embeddings == 32
+    given = config(rope_scaling={**YARN, "attention_factor": 0.9, "mscale": 2, "mscale_all_dim": 0.5})
+    assert given.rope_scaling.embedding_factor == 0.9
+    assert given.rope_scaling.score_factor == pytest.approx((0.05 * math.log(4) + 1) ** 2)
+
+
 def test_parallel_sizes():
-    for tp in (1, 2, 4):
+    for tp in (1, 2, 3, 4):
         config().check_parallel(tp)
     config().check_parallel(4, 2)
-    with pytest.raises(ConfigError) as info:
-        config().check_parallel(3)
-    assert "tensor-parallel-size 3 does not divide" in str(info.value)
-    assert "num_attention_heads 4, intermediate_size 96, moe_intermediate_size 24; use 1, 2 or 4" in str(
-        info.value
-    )
+    with pytest.raises(ConfigError, match=r"size 5 is more than .*num_attention_heads 4.*use 4 or less"):
+        config().check_parallel(5)
     with pytest.raises(
         ConfigError, match=r"decode-context-parallel-size 4 .* tensor-parallel-size 2; use 1 or 2"
     ):
         config().check_parallel(2, 4)
-    with pytest.raises(ConfigError, match="use 1 or 2"):
-        config(moe_intermediate_size=22).check_parallel(4)

@@ -12,7 +12,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def rank(tiny_dsa):
-    return Rank(tiny_dsa, with_mtp=True, num_requests=4)
+    return Rank(tiny_dsa, num_mtp_layers=1, num_requests=4)
 
 
 def assert_equal_before_near_tie(ours, theirs, num_decided, *, at_least):

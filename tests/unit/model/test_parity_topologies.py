@@ -20,7 +20,7 @@ def run_script(path, prompts, dtype=torch.float64, tp=None, dcp=None):
 
     Returns the logits that this rank holds of everything computed.
     """
-    rank = Rank(path, dtype, num_requests=3, capacity=200, with_mtp=True, tp=tp, dcp=dcp)
+    rank = Rank(path, dtype, num_requests=3, capacity=200, num_mtp_layers=1, tp=tp, dcp=dcp)
     a, b, c = prompts
     states = []
     first = rank.forward([Chunk(0, 0, 20), Chunk(1, 0, 90)], a[:20] + b[:90])

@@ -31,7 +31,7 @@ def test_logits_and_mtp_equal_transformers(tmp_path, variant):
 
     ids = torch.randint(3, 101, (72,), generator=torch.Generator().manual_seed(5)).tolist()
     n = len(ids) - 1
-    rank = Rank(path, with_mtp=True)
+    rank = Rank(path, num_mtp_layers=1)
     h = rank.forward([Chunk(0, 0, n)], ids[:n])
     with torch.inference_mode():
         logits = rank.model.logits(h)
