@@ -46,7 +46,7 @@ class Checkpoint:
         self.path = Path(path)
         self.block_size = block_size
         self.on_read: Callable[[int], None] = lambda num_bytes: None
-        """Called with the number of bytes after each read from a file."""
+        """Called with the bytes of a slice, tile by tile, as they have been read."""
         self._files = CheckpointFiles(self.path)
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -167,6 +167,7 @@ class Checkpoint:
                 self._read_rows(info, part, columns, target.view(torch.uint8))
             else:
                 target.copy_(self._read_tile(info, part, columns).view(stored))
+            self.on_read(len(part) * len(columns) * stored.itemsize)
             self._require_finite(name, info, target)
 
     def _read_tile(self, info: TensorInfo, rows: range, columns: range) -> Tensor:
@@ -189,7 +190,6 @@ class Checkpoint:
         else:
             for row in range(len(rows)):
                 file.read_into(buffer[row * length : (row + 1) * length], first + row * pitch)
-        self.on_read(len(buffer))
         return raw
 
     def _stage(self, height: int, width: int) -> Tensor:
