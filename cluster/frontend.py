@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from actors.model.config import ModelConfig
 from actors.requests import Request
-from actors.sampling_params import SamplingParams
+from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams
 from cluster.generation_config import default_sampling_params, eos_token_ids
+from cluster.token_checks import bad_word_ids, require_candidates
 from cluster.tokenizer import ChatTemplate, TextStream, Tokenizer
 from cluster.tokenizer.json_files import read_json_object
 from cluster.tokenizer.messages import checked_messages
@@ -20,6 +23,7 @@ class ModelFrontend:
     """One model's tokenizer, chat template, limits and defaults. Needs neither torch nor Ray.
 
     default_sampling_params: what generation_config.json says, in SamplingParams' names.
+    max_logprobs: alternatives a request may ask for beside each token; -1: any number.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class ModelFrontend:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         default_sampling_params: Mapping[str, float | int],
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         seed: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -39,6 +44,7 @@ class ModelFrontend:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.default_sampling_params = dict(default_sampling_params)
+        self.max_logprobs = vocab_size if max_logprobs == ALL_LOGPROBS else max_logprobs
         self._chat_templates = {
             name: ChatTemplate(source, special_tokens=tokenizer.special_tokens)
             for name, source in tokenizer.chat_templates.items()
@@ -54,6 +60,7 @@ class ModelFrontend:
         *,
         served_model_name: str,
         max_model_len: int,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         seed: int | None = None,
     ) -> "ModelFrontend":
         """Read a checkpoint's tokenizer files, config.json and generation_config.json.
@@ -73,6 +80,7 @@ class ModelFrontend:
                 generation, read_json_object(directory / "config.json"), tokenizer.eos_token_id
             ),
             default_sampling_params=default_sampling_params(generation),
+            max_logprobs=max_logprobs,
             seed=seed,
         )
 
@@ -84,15 +92,19 @@ class ModelFrontend:
     def build_request(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Request:
-        """A request that the coordinator can trust, with its effective seed.
+        """A request that the coordinator can trust, with its effective seed and parameters.
 
+        With n > 1 it stands for `cluster.choices.choices(request)`, which are what the coordinator gets.
         prompt: text, which gets the tokenizer's special tokens, or token ids, taken as they are.
         Errors: InvalidRequestError naming field, value, limit.
         """
         params = self.sampling_defaults() if params is None else params
         token_ids = self.encode_prompt(prompt)
-        for token_id in params.stop_token_ids:
-            self._check_token_id(token_id, "stop_token_ids")
+        params = self._effective(params)
+        bad_words = bad_word_ids(params.bad_words, self.tokenizer)
+        require_candidates(
+            params, bad_words=bad_words, eos_token_ids=self.eos_token_ids, vocab_size=self.vocab_size
+        )
         seed = self._draw_seed(64) if params.seed is None else params.seed % 2**64
         return Request(
             request_id=request_id,
@@ -100,6 +112,7 @@ class ModelFrontend:
             params=params,
             seed=seed,
             eos_token_ids=self.eos_token_ids,
+            bad_words=bad_words,
         )
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -153,9 +166,26 @@ class ModelFrontend:
 
     def text_stream(self, params: SamplingParams) -> TextStream:
         """The text of one completion under these parameters."""
-        return TextStream(
-            self.tokenizer.backend, stop=params.stop, skip_special_tokens=params.skip_special_tokens
-        )
+        return TextStream.of(params, self.tokenizer.backend)
+
+    def _effective(self, params: SamplingParams) -> SamplingParams:
+        """Token ids checked, -1 logprobs resolved. Errors: InvalidRequestError."""
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, field) or ():
+                self._check_token_id(token_id, field)
+        counts = {}
+        for field in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, field)
+            if asked is None:
+                continue
+            counts[field] = self.vocab_size if asked == ALL_LOGPROBS else min(asked, self.vocab_size)
+            if counts[field] > self.max_logprobs:
+                raise InvalidRequestError(
+                    f"{field} is {asked}; it must be from 0 to {self.max_logprobs}, the server's "
+                    "--max-logprobs (which -1 opens to the whole vocabulary)",
+                    field=field,
+                )
+        return replace(params, **counts)
 
     def _check_token_id(self, token_id: object, field: str) -> None:
         legal = isinstance(token_id, int) and not isinstance(token_id, bool)

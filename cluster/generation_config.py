@@ -8,7 +8,7 @@ import msgspec
 from actors.sampling_params import SamplingParams
 from kernels_integration.errors import CheckpointError, InvalidRequestError
 
-_DEFAULTED = ("temperature", "top_k", "top_p", "min_p")
+_DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters that the file may set, as in vLLM; max_new_tokens sets max_tokens."""
 
 

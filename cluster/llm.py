@@ -48,6 +48,7 @@ class LLM:
             self.group_config.model_path,
             served_model_name=self.group_config.served_model_name,
             max_model_len=self.group_config.max_model_len,
+            max_logprobs=self.group_config.max_logprobs,
             seed=self.group_config.seed,
         )
         self._request_ids = map(str, itertools.count())
@@ -154,17 +155,14 @@ class LLM:
     def _run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, use_tqdm: bool
     ) -> list[RequestOutput]:
-        builders = {
-            builder.request.request_id: builder
-            for builder in (
-                self._builder(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))
-            )
-        }
-        live = set(builders)
+        builders = [self._builder(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+        of_request = {part.request_id: builder for builder in builders for part in builder.requests}
+        live = set(of_request)
         engine = self.engine
         try:
-            for builder in builders.values():
-                engine.submit(builder.request)
+            for builder in builders:
+                for request in builder.requests:
+                    engine.submit(request)
             with progress_bar("Prompts", len(builders), enabled=use_tqdm) as bar:
                 while live:
                     found = engine.updates()
@@ -175,14 +173,16 @@ class LLM:
                         if isinstance(update, RequestFailed):
                             live.discard(update.request_id)
                             raise from_code(update.code, update.message)
-                        builders[update.request_id].push(update)
+                        builder = of_request[update.request_id]
+                        builder.push(update)
                         if update.finish_reason is not None:
                             live.discard(update.request_id)
-                            bar.advance()
+                            if builder.finished:
+                                bar.advance()
         finally:
             if live:
                 engine.abort(live)
-        return [builder.output() for builder in builders.values()]
+        return [builder.output() for builder in builders]
 
     def _builder(self, index: int, prompt: Prompt, params: SamplingParams) -> OutputBuilder:
         try:

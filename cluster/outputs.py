@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from actors.requests import FinishReason, Request, RequestUpdate, TokenLogprob
+from cluster.choices import choices
 from cluster.frontend import ModelFrontend
 
 
@@ -30,11 +31,13 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop id or stop string that ended it; None for EOS and length."""
+    seed: int
+    """The effective seed: as the seed of a request with n = 1 it gives this completion again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What became of one prompt.
+    """What became of one prompt: params.n completions.
 
     num_draft_tokens and num_accepted_tokens count MTP drafts that were verified, and that held.
     """
@@ -43,6 +46,8 @@ class RequestOutput:
     prompt: str | None
     """None when the prompt was given as token ids."""
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Like `logprobs`, of the prompt's tokens; the first has none. None when not asked for."""
     outputs: list[CompletionOutput]
     finished: bool
     seed: int
@@ -52,59 +57,85 @@ class RequestOutput:
     num_accepted_tokens: int = 0
 
 
+class _Choice:
+    """Collects the updates of one completion; owns its text."""
+
+    def __init__(self, request: Request, frontend: ModelFrontend) -> None:
+        self.request = request
+        self.stream = frontend.text_stream(request.params)
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.last = RequestUpdate(request_id=request.request_id, token_ids=())
+
+    def push(self, update: RequestUpdate) -> str:
+        text = self.stream.consume(update)
+        self.text.append(text)
+        self.token_ids.extend(update.token_ids)
+        self.logprobs.extend(update.logprobs)
+        self.last = update
+        return text
+
+
 class OutputBuilder:
-    """Collects one request's updates; owns its text."""
+    """Collects the updates of one prompt's completions."""
 
     def __init__(self, request: Request, frontend: ModelFrontend, *, prompt: str | None = None) -> None:
         self.request = request
         self._prompt = prompt
         self._tokenizer = frontend.tokenizer
-        self._stream = frontend.text_stream(request.params)
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._last: RequestUpdate | None = None
+        self._choices = {part.request_id: _Choice(part, frontend) for part in choices(request)}
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """What an engine gets: one request for each completion."""
+        return tuple(choice.request for choice in self._choices.values())
 
     @property
     def finished(self) -> bool:
-        return self._last is not None and self._last.finish_reason is not None
+        return all(choice.last.finish_reason is not None for choice in self._choices.values())
 
     def push(self, update: RequestUpdate) -> str:
-        """Add an update. Returns the text that it makes certain."""
-        text = self._stream.consume(update)
-        self._text.append(text)
-        self._token_ids.extend(update.token_ids)
-        self._logprobs.extend(update.logprobs)
-        self._last = update
-        return text
+        """Add an update of one of `requests`. Returns the text that it makes certain."""
+        self._prompt_logprobs = self._prompt_logprobs or update.prompt_logprobs
+        return self._choices[update.request_id].push(update)
 
     def output(self) -> RequestOutput:
         """The result so far."""
-        last = self._last or RequestUpdate(request_id=self.request.request_id, token_ids=())
-        wanted = self.request.params.logprobs is not None
-        completion = CompletionOutput(
-            index=0,
-            text="".join(self._text),
-            token_ids=list(self._token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in self._logprobs) if wanted else None,
-            logprobs=[self._alternatives(entry) for entry in self._logprobs] if wanted else None,
-            finish_reason=last.finish_reason,
-            stop_reason=last.matched_stop,
-        )
+        completions = list(self._choices.values())
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(self.request.prompt_token_ids),
-            outputs=[completion],
+            prompt_logprobs=(
+                None
+                if self.request.params.prompt_logprobs is None
+                else [None, *(self._alternatives(entry) for entry in self._prompt_logprobs)]
+            ),
+            outputs=[self._completion(index, choice) for index, choice in enumerate(completions)],
             finished=self.finished,
             seed=self.request.seed,
-            num_cached_tokens=last.num_cached_tokens,
-            num_draft_tokens=last.num_draft_tokens,
-            num_accepted_tokens=last.num_accepted_tokens,
+            num_cached_tokens=max(choice.last.num_cached_tokens for choice in completions),
+            num_draft_tokens=sum(choice.last.num_draft_tokens for choice in completions),
+            num_accepted_tokens=sum(choice.last.num_accepted_tokens for choice in completions),
+        )
+
+    def _completion(self, index: int, choice: _Choice) -> CompletionOutput:
+        wanted = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text="".join(choice.text),
+            token_ids=list(choice.token_ids),
+            cumulative_logprob=sum(entry.logprob for entry in choice.logprobs) if wanted else None,
+            logprobs=[self._alternatives(entry) for entry in choice.logprobs] if wanted else None,
+            finish_reason=choice.last.finish_reason,
+            stop_reason=choice.last.matched_stop,
+            seed=choice.request.seed,
         )
 
     def _alternatives(self, entry: TokenLogprob) -> dict[int, Logprob]:
-        """The emitted token first, then the best ones."""
+        """The token itself first, then the best ones."""
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
         values = {entry.token_id: entry.logprob} | dict(entry.top)
         return {

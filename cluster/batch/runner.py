@@ -76,6 +76,8 @@ class _Run:
         self._frontend = frontend
         self._pending: deque[_Pending] = deque()
         self._in_flight: dict[str, _Pending] = {}
+        """By the id of each of a row's completions."""
+        self._num_in_flight = 0
         self._custom_ids: set[str] = set()
         self._num_rows = 0
         self._num_failed = 0
@@ -85,7 +87,8 @@ class _Run:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        """Rows that the engine is answering."""
+        return self._num_in_flight
 
     @property
     def num_pending(self) -> int:
@@ -120,8 +123,10 @@ class _Run:
             self._fail(pending, error, custom_id=custom_id, request_id=request_id)
             return True
         pending.builder = OutputBuilder(request, self._frontend)
-        self._in_flight[request_id] = pending
-        self._engine.submit(request)
+        self._num_in_flight += 1
+        for part in pending.builder.requests:
+            self._in_flight[part.request_id] = pending
+            self._engine.submit(part)
         return True
 
     def take(self, updates: list[RequestUpdate | RequestFailed]) -> None:
@@ -134,17 +139,20 @@ class _Run:
             assert pending.row is not None
             assert pending.builder is not None
             if isinstance(update, RequestFailed):
-                del self._in_flight[update.request_id]
+                self._withdraw(pending.builder, but=update.request_id)
                 error = from_code(update.code, update.message)
                 if isinstance(error, UnavailableError):
                     raise error
-                self._fail(pending, error, custom_id=pending.row.custom_id, request_id=update.request_id)
+                request_id = pending.builder.request.request_id
+                self._fail(pending, error, custom_id=pending.row.custom_id, request_id=request_id)
                 continue
             pending.builder.push(update)
             if update.finish_reason is not None:
                 del self._in_flight[update.request_id]
-                self._num_prompt_tokens += update.num_prompt_tokens
                 self._num_completion_tokens += update.num_completion_tokens
+            if pending.builder.finished:
+                self._num_in_flight -= 1
+                self._num_prompt_tokens += update.num_prompt_tokens
                 output = pending.builder.output()
                 pending.result = answered_row(pending.row, output, model=self._frontend.served_model_name)
                 pending.builder = None
@@ -167,6 +175,14 @@ class _Run:
             num_prompt_tokens=self._num_prompt_tokens,
             num_completion_tokens=self._num_completion_tokens,
         )
+
+    def _withdraw(self, builder: OutputBuilder, *, but: str) -> None:
+        """End the other completions of a row of which one failed."""
+        live = [part.request_id for part in builder.requests if part.request_id in self._in_flight]
+        for request_id in live:
+            del self._in_flight[request_id]
+        self._num_in_flight -= 1
+        self._engine.abort([request_id for request_id in live if request_id != but])
 
     def _fail(
         self, pending: _Pending, error: LatentrayError, *, custom_id: str | None, request_id: str

@@ -26,7 +26,9 @@ class Answer:
 
 
 Show = Callable[[int, str, Answer | None], None]
-"""Called with the prompt's index, more of its text, and with the last text the whole answer."""
+"""Called with an answer's index, more of its text, and with the last text the whole answer.
+
+The n answers of a prompt stand together: index = prompt * n + choice."""
 
 
 def ask_engine(engine: Engine, requests: Sequence[Request], frontend: ModelFrontend, show: Show) -> None:
@@ -84,22 +86,23 @@ def ask_server(
     from cluster.client import Client
 
     with Client(target) as client:
-        for index, prompt in enumerate(prompts):
-            pieces: list[str] = []
-            token_ids: list[int] = []
+        for prompt_index, prompt in enumerate(prompts):
+            pieces: list[list[str]] = [[] for _ in range(params.n)]
+            token_ids: list[list[int]] = [[] for _ in range(params.n)]
             for piece in client.generate(prompt, params):
-                pieces.append(piece.text)
-                token_ids.extend(piece.token_ids)
+                choice, index = piece.index, prompt_index * params.n + piece.index
+                pieces[choice].append(piece.text)
+                token_ids[choice].extend(piece.token_ids)
                 if piece.finish_reason is None:
                     show(index, piece.text, None)
                     continue
                 usage = piece.usage
                 answer = Answer(
-                    text="".join(pieces),
-                    token_ids=token_ids,
+                    text="".join(pieces[choice]),
+                    token_ids=token_ids[choice],
                     finish_reason=piece.finish_reason,
                     stop_reason=piece.matched_stop,
-                    seed=params.seed,
+                    seed=piece.seed,
                     num_prompt_tokens=usage.prompt_tokens if usage else 0,
                     num_draft_tokens=usage.draft_tokens if usage else 0,
                     num_accepted_tokens=usage.accepted_tokens if usage else 0,

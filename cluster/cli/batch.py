@@ -51,6 +51,7 @@ def batch(
         config.model_path,
         served_model_name=config.served_model_name,
         max_model_len=config.max_model_len,
+        max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
     # Files first: a wrong path should not cost the start of an engine.

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from actors.sampling_params import SamplingParams
+from cluster.choices import choices
 from cluster.cli.answers import Answer, Show, ask_engine, ask_server, frontend_of_server
 from cluster.cli.engine_flags import with_settings
 from cluster.cli.progress_line import ProgressLine
@@ -40,6 +41,52 @@ def generate(
     top_k: Annotated[int | None, typer.Option("--top-k", metavar="N", rich_help_panel=_SAMPLING)] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", metavar="P", rich_help_panel=_SAMPLING)] = None,
     min_p: Annotated[float | None, typer.Option("--min-p", metavar="P", rich_help_panel=_SAMPLING)] = None,
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--presence-penalty",
+            metavar="X",
+            help="-2 to 2, once for tokens the completion holds.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--frequency-penalty",
+            metavar="X",
+            help="-2 to 2, for each time the completion holds a token.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--repetition-penalty",
+            metavar="X",
+            help="Above 1 against tokens of prompt and completion.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--min-tokens", metavar="N", help="No end before as many tokens.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bad-words",
+            metavar="TEXT",
+            help="Never generate TEXT; may be repeated.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option("--n", "-n", metavar="N", help="Completions of each prompt.", rich_help_panel=_SAMPLING),
+    ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,11 +118,23 @@ def generate(
     --seed makes the answers repeatable: without a server, and with one.
     """
     texts = _read_prompts(prompts or [])
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop}
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "min_tokens": min_tokens,
+        "bad_words": bad_words,
+        "n": n,
+        "stop": stop,
+    }
     if settings.origins["seed"] != "default":
         given["seed"] = settings.args.seed
     changes = {name: value for name, value in given.items() if value is not None} | {"ignore_eos": ignore_eos}
-    show = _show_json if as_json else _Printer(show_prompts=len(texts) > 1)
+    show = _show_json if as_json else _Printer(separated=len(texts) * (n or 1) > 1)
     if server is not None:
         _refuse_engine_flags(settings)
         frontend = frontend_of_server(server)
@@ -100,12 +159,14 @@ def _generate_here(
         config.model_path,
         served_model_name=config.served_model_name,
         max_model_len=config.max_model_len,
+        max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
     params = _params(frontend, max_tokens, changes)
     requests = [
-        frontend.build_request(str(i), content, params)
+        part
         for i, content in enumerate(_contents(texts, frontend, chat))
+        for part in choices(frontend.build_request(str(i), content, params))
     ]
     with closing(ProgressLine()) as progress:
         progress("loading the model")
@@ -160,8 +221,8 @@ def _show_json(index: int, piece: str, answer: Answer | None) -> None:
 class _Printer:
     """Prints the answers in order: the first one as it comes, the others as soon as it is their turn."""
 
-    def __init__(self, *, show_prompts: bool) -> None:
-        self._show_prompts = show_prompts
+    def __init__(self, *, separated: bool) -> None:
+        self._separated = separated
         self._turn = 0
         self._waiting: dict[int, list[str]] = {}
         self._finished: dict[int, Answer] = {}
@@ -175,6 +236,6 @@ class _Printer:
             sys.stdout.flush()
             if self._turn not in self._finished:
                 break
-            sys.stdout.write("\n\n" if self._show_prompts else "\n")
+            sys.stdout.write("\n\n" if self._separated else "\n")
             sys.stdout.flush()
             self._turn += 1

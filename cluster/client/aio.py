@@ -135,10 +135,10 @@ class AsyncClient:
         reader = await self._reader(params)
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
-            [response] = [response async for response in self._checked(call)]
+            responses = [response async for response in self._checked(call)]
         finally:
             call.cancel()
-        return reader.completion(request.request_id, response, wire.seed_of(await call.initial_metadata()))
+        return reader.completion(request.request_id, responses, wire.seed_of(await call.initial_metadata()))
 
     async def _reader(self, params: SamplingParams) -> AnswerReader:
         tokenizer = (await self.tokenizer()).backend if self._decode else None

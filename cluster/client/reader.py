@@ -1,6 +1,7 @@
 """The messages of a Generate call -> pieces of text, or one completion."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -11,6 +12,7 @@ from actors.sampling_params import SamplingParams
 from cluster.client.results import Completion, Piece, Usage
 from cluster.tokenizer.text_stream import TextStream
 from kernels_integration.errors import LatentrayError
+from kernels_integration.philox import choice_seed
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 
@@ -23,53 +25,65 @@ class AnswerReader:
     ) -> None:
         # A token that ends the stream by itself is counted, but is no text.
         self._silent = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        self._text = (
-            TextStream(tokenizer, stop=params.stop, skip_special_tokens=params.skip_special_tokens)
-            if tokenizer is not None
-            else None
-        )
+        if params.include_stop_str_in_output:
+            self._silent = set()
+        self._texts = [] if tokenizer is None else [TextStream.of(params, tokenizer) for _ in range(params.n)]
 
     def piece(self, response: pb.GenerateResponse, seed: int | None) -> Piece:
-        """A chunk's tokens, or what `complete` adds to a stream."""
+        """A chunk's tokens, or what `complete` adds to a stream. seed: of the request."""
         if response.WhichOneof("response") == "chunk":
             chunk = response.chunk
             return Piece(
-                text=self._push(chunk.token_ids),
+                index=chunk.index,
+                text=self._push(chunk.index, chunk.token_ids),
                 token_ids=tuple(chunk.token_ids),
                 logprobs=_logprobs(chunk.output_logprobs),
+                prompt_logprobs=_prompt_logprobs(chunk.input_logprobs),
             )
         complete = response.complete
         matched_stop = _matched_stop(complete)
         return Piece(
-            text=self._finish(matched_stop),
+            index=complete.index,
+            text=self._finish(complete.index, matched_stop),
             finish_reason=_finish_reason(complete),
             matched_stop=matched_stop,
             usage=_usage(complete),
-            seed=seed,
+            seed=_choice_seed(seed, complete.index),
         )
 
-    def completion(self, request_id: str, response: pb.GenerateResponse, seed: int | None) -> Completion:
-        """The only message of a call that does not stream."""
-        complete = response.complete
+    def completion(
+        self, request_id: str, responses: Sequence[pb.GenerateResponse], seed: int | None
+    ) -> Completion:
+        """The messages of a call that does not stream: one for each choice. seed: of the request."""
+        messages = sorted((response.complete for response in responses), key=lambda message: message.index)
+        first, *others = (self._completion(request_id, message, seed) for message in messages)
+        return replace(first, others=tuple(others))
+
+    def _completion(self, request_id: str, complete: pb.GenerateComplete, seed: int | None) -> Completion:
         matched_stop = _matched_stop(complete)
         return Completion(
             request_id=request_id,
-            text=self._push(complete.output_ids) + self._finish(matched_stop),
+            text=self._push(complete.index, complete.output_ids) + self._finish(complete.index, matched_stop),
             token_ids=tuple(complete.output_ids),
             logprobs=_logprobs(complete.output_logprobs),
+            prompt_logprobs=_prompt_logprobs(complete.input_logprobs),
             finish_reason=_finish_reason(complete),
             matched_stop=matched_stop,
             usage=_usage(complete),
-            seed=seed,
+            seed=_choice_seed(seed, complete.index),
         )
 
-    def _push(self, token_ids: Sequence[int]) -> str:
-        if self._text is None:
+    def _push(self, index: int, token_ids: Sequence[int]) -> str:
+        if not self._texts:
             return ""
-        return self._text.push([t for t in token_ids if t not in self._silent])
+        return self._texts[index].push([t for t in token_ids if t not in self._silent])
 
-    def _finish(self, matched_stop: int | str | None) -> str:
-        return "" if self._text is None else self._text.finish(matched_stop)
+    def _finish(self, index: int, matched_stop: int | str | None) -> str:
+        return self._texts[index].finish(matched_stop) if self._texts else ""
+
+
+def _choice_seed(seed: int | None, index: int) -> int | None:
+    return None if seed is None else choice_seed(seed, index)
 
 
 def _finish_reason(complete: pb.GenerateComplete) -> FinishReason:
@@ -104,3 +118,14 @@ def _logprobs(message: pb.OutputLogProbs) -> tuple[TokenLogprob, ...]:
         TokenLogprob(token_id=token_id, logprob=logprob, top=tops[i] if tops else ())
         for i, (token_id, logprob) in enumerate(zip(message.token_ids, message.token_logprobs, strict=True))
     )
+
+
+def _prompt_logprobs(message: pb.InputLogProbs) -> tuple[TokenLogprob, ...]:
+    """Of the tokens but the first, which has none."""
+    values = [entry.value for entry in message.token_logprobs]
+    tops = [tuple(zip(t.token_ids, t.values, strict=True)) for t in message.top_logprobs]
+    entries = [
+        TokenLogprob(token_id=token_id, logprob=value, top=tops[i] if tops else ())
+        for i, (token_id, value) in enumerate(zip(message.token_ids, values, strict=True))
+    ]
+    return tuple(entries[1:])

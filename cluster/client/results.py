@@ -23,26 +23,34 @@ class Piece:
     """What one message of a stream adds. The last one has a finish_reason and the usage, and no tokens.
 
     text: what is certain and cannot be part of a stop string; "" when the client does not decode.
+    index: the choice of n that it belongs to; each choice has a last one.
     """
 
+    index: int = 0
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens but the first; in the first one of choice 0, when asked for."""
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     usage: Usage | None = None
     seed: int | None = None
-    """On the last one: the effective seed; with it the answer can be had again."""
+    """On the last one: the choice's effective seed; with it and n = 1 the answer can be had again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole answer. seed: the effective one; with it the answer can be had again."""
+    """A whole answer. seed: the effective one; with it and n = 1 the answer can be had again."""
 
     request_id: str
+    others: tuple["Completion", ...] = ()
+    """With n > 1: the choices after this first one."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens but the first, when asked for; not in `others`."""
     finish_reason: FinishReason
     matched_stop: int | str | None
     usage: Usage

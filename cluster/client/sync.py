@@ -140,10 +140,10 @@ class Client:
         reader = self._reader(params)
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
-            [response] = self._checked(call)
+            responses = list(self._checked(call))
         finally:
             call.cancel()
-        return reader.completion(request.request_id, response, wire.seed_of(call.initial_metadata()))
+        return reader.completion(request.request_id, responses, wire.seed_of(call.initial_metadata()))
 
     def _reader(self, params: SamplingParams) -> AnswerReader:
         tokenizer = self.tokenizer().backend if self._decode else None

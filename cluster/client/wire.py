@@ -73,7 +73,22 @@ def _to_message(params: SamplingParams) -> pb.SamplingParams:
         raise InvalidRequestError(
             f"seed is {params.seed}; over gRPC it must be from -2147483648 to 2147483647", field="seed"
         )
+    for field in ("bad_words", "allowed_token_ids"):
+        if getattr(params, field):
+            raise InvalidRequestError(
+                f"{field} is {getattr(params, field)!r:.200}, which the gRPC protocol has no field for; "
+                "leave it out, use logit_bias, or run the model in this process (LLM)",
+                field=field,
+            )
     return pb.SamplingParams(
+        n=params.n,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias or {},
+        min_tokens=params.min_tokens,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        prompt_logprobs=params.prompt_logprobs,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(params.top_k, 0),

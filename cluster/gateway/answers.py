@@ -10,24 +10,29 @@ from collections.abc import Sequence
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from actors.requests import RequestUpdate, TokenLogprob
+from actors.requests import Request, RequestUpdate, TokenLogprob
 from cluster.gateway.hold_back import HoldBack
 
 
 class Answer:
-    """What to send for each update of one request."""
+    """What to send for each update of one choice of a request."""
 
-    def __init__(self, *, stream: bool, hold_back: HoldBack | None) -> None:
+    def __init__(self, request: Request, *, index: int, stream: bool, hold_back: HoldBack | None) -> None:
+        self._request = request
+        self._index = index
         self._stream = stream
         self._hold_back = hold_back if stream else None
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        """Until they are sent."""
         self._num_sent = 0
 
     def messages(self, update: RequestUpdate) -> list[pb.GenerateResponse]:
         """The chunk (if tokens may go) and, with the last update, the `complete`."""
         self._token_ids += update.token_ids
         self._logprobs += update.logprobs
+        self._prompt_logprobs = self._prompt_logprobs or update.prompt_logprobs
         messages = []
         if self._stream and (num_new := self._num_sendable(update)):
             messages.append(pb.GenerateResponse(chunk=self._chunk(num_new, update)))
@@ -51,6 +56,8 @@ class Answer:
             completion_tokens=num_new,
             cached_tokens=update.num_cached_tokens,
             output_logprobs=_output_logprobs(self._logprobs[new]),
+            input_logprobs=self._take_input_logprobs(),
+            index=self._index,
         )
 
     def _complete(self, update: RequestUpdate) -> pb.GenerateComplete:
@@ -63,12 +70,26 @@ class Answer:
             output_logprobs=None if self._stream else _output_logprobs(self._logprobs),
             spec_accepted_tokens=update.num_accepted_tokens,
             spec_draft_tokens=update.num_draft_tokens,
+            input_logprobs=self._take_input_logprobs(),
+            index=self._index,
         )
         if isinstance(update.matched_stop, str):
             complete.matched_stop_str = update.matched_stop
         elif update.matched_stop is not None:
             complete.matched_token_id = update.matched_stop
         return complete
+
+    def _take_input_logprobs(self) -> pb.InputLogProbs | None:
+        """The prompt's, in the first message only."""
+        entries, self._prompt_logprobs = self._prompt_logprobs, ()
+        if not entries:
+            return None
+        first = pb.InputTokenLogProb()  # the first token has none
+        return pb.InputLogProbs(
+            token_logprobs=[first, *(pb.InputTokenLogProb(value=entry.logprob) for entry in entries)],
+            token_ids=self._request.prompt_token_ids,
+            top_logprobs=[pb.TopLogProbs(), *map(_top_logprobs, entries)],
+        )
 
 
 def _output_logprobs(logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None:
@@ -77,9 +98,9 @@ def _output_logprobs(logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs | No
     return pb.OutputLogProbs(
         token_logprobs=[entry.logprob for entry in logprobs],
         token_ids=[entry.token_id for entry in logprobs],
-        top_logprobs=[
-            pb.TopLogProbs(token_ids=[t for t, _ in entry.top], values=[v for _, v in entry.top])
-            for entry in logprobs
-            if entry.top
-        ],
+        top_logprobs=[_top_logprobs(entry) for entry in logprobs if entry.top],
     )
+
+
+def _top_logprobs(entry: TokenLogprob) -> pb.TopLogProbs:
+    return pb.TopLogProbs(token_ids=[t for t, _ in entry.top], values=[v for _, v in entry.top])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from actors.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
+from actors.sampling_params import SamplingParams
 from kernels_integration.errors import InvalidRequestError
 
 
@@ -47,19 +47,6 @@ def _false(field: str) -> Unserved:
 
 
 UNSERVED_PARAMETERS: tuple[Unserved, ...] = (
-    _values("frequency_penalty", 0),
-    _values("presence_penalty", 0),
-    _values("repetition_penalty", 0, 1),
-    _values("min_tokens", 0),
-    _values("n", 0, 1),
-    _empty("logit_bias"),
-    _present("prompt_logprobs"),
-    Unserved(
-        "logprobs",
-        f"unset or 0 to {DEFAULT_MAX_LOGPROBS}",
-        lambda p: not p.HasField("logprobs") or 0 <= p.logprobs <= DEFAULT_MAX_LOGPROBS,
-    ),
-    _false("include_stop_str_in_output"),
     _present("truncate_prompt_tokens"),
     _present("json_schema"),
     _present("regex"),
@@ -70,16 +57,24 @@ UNSERVED_PARAMETERS: tuple[Unserved, ...] = (
 )
 SERVED_PARAMETERS = frozenset(
     {
+        "n",
         "temperature",
         "top_p",
         "top_k",
         "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
         "max_tokens",
+        "min_tokens",
         "stop",
         "stop_token_ids",
         "skip_special_tokens",
+        "include_stop_str_in_output",
         "ignore_eos",
         "logprobs",
+        "prompt_logprobs",
         "seed",
     }
 )
@@ -115,7 +110,8 @@ def prompt(request: pb.GenerateRequest) -> str | Sequence[int]:
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Unset temperature = 1, top_p 0 = unset, max_tokens unset = to the context's end, as in vLLM's server.
+    """Unset temperature = 1; top_p, repetition_penalty and n: 0 = unset; max_tokens unset = to the context's
+    end: as in vLLM's server.
 
     Errors: InvalidRequestError naming the first field that is out of range or not served.
     """
@@ -125,6 +121,14 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
         top_p=_decimal(message.top_p) if message.top_p != 0 else 1.0,
         top_k=message.top_k,
         min_p=_decimal(message.min_p),
+        n=message.n or 1,
+        presence_penalty=_decimal(message.presence_penalty),
+        frequency_penalty=_decimal(message.frequency_penalty),
+        repetition_penalty=_decimal(message.repetition_penalty) if message.repetition_penalty != 0 else 1.0,
+        logit_bias={t: _decimal(v) for t, v in message.logit_bias.items()} or None,
+        min_tokens=message.min_tokens,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         seed=message.seed if message.HasField("seed") else None,
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         stop=tuple(message.stop),

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
+import msgspec
 from google.protobuf.message import Message
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
@@ -19,6 +20,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.config import GroupConfig
 from actors.requests import Request
+from cluster.choices import choices
 from cluster.frontend import ModelFrontend
 from cluster.gateway import parameters, server_facts
 from cluster.gateway.answers import Answer
@@ -42,7 +44,9 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 REQUEST_ID_KEY = "latentray-request-id"
 SEED_KEY = "latentray-seed"
-"""Initial metadata of Generate: the id (drawn here when the request has none) and the effective seed."""
+PARAMETERS_KEY = "latentray-sampling-params"
+"""Initial metadata of Generate: the id (drawn here when the request has none), the effective seed, and the
+effective numbers and switches among the sampling parameters, as JSON."""
 _LONG_TEXT = 8192
 """Characters; a few milliseconds of tokenising."""
 
@@ -89,13 +93,29 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         """Runs as a task that is cancelled with the call: by the client, its deadline, Abort or the drain."""
         request = await self._validated(request_id, message)
         live.num_prompt_tokens = len(request.prompt_token_ids)
-        answer = Answer(stream=message.stream, hold_back=self._hold_back(request))
         await context.send_initial_metadata(_metadata(request))
-        async with aclosing(self._group.generate(request)) as updates:
-            async for update in updates:
-                live.answered = True
-                for response in answer.messages(update):
-                    await self._write(response, context)
+        parts = choices(request)
+        writing = asyncio.Lock()  # a stream takes one message at a time
+
+        async def answer(index: int) -> None:
+            part = parts[index]
+            answer = Answer(part, index=index, stream=message.stream, hold_back=self._hold_back(part))
+            async with aclosing(self._group.generate(part)) as updates:
+                async for update in updates:
+                    live.answered = True
+                    for response in answer.messages(update):
+                        async with writing:
+                            await self._write(response, context)
+
+        if len(parts) == 1:
+            await answer(0)
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(len(parts)):
+                    tasks.create_task(answer(index))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _validated(self, request_id: str, message: pb.GenerateRequest) -> Request:
         require_message_fits(
@@ -189,7 +209,10 @@ def _require_time_left(context: aio.ServicerContext) -> None:
 
 
 def _metadata(request: Request) -> tuple[tuple[str, str], ...]:
-    seed = (SEED_KEY, str(request.seed))
+    params = msgspec.structs.asdict(request.params) | {"seed": request.seed}
+    # Lists could outgrow what a client takes as metadata, and are not changed here anyway.
+    numbers = {name: value for name, value in params.items() if isinstance(value, int | float)}
+    told = ((SEED_KEY, str(request.seed)), (PARAMETERS_KEY, msgspec.json.encode(numbers).decode()))
     # Metadata is printable ASCII; an id of other characters is known to its sender anyway.
     shown = request.request_id.isascii() and request.request_id.isprintable()
-    return (seed, (REQUEST_ID_KEY, request.request_id)) if shown else (seed,)
+    return (*told, (REQUEST_ID_KEY, request.request_id)) if shown else told

@@ -1,7 +1,7 @@
 """Bodies of /v1/chat/completions and /v1/completions, read strictly: what is not supported is named.
 
 A parameter that another server would understand and this one does not is an error, never ignored,
-unless its value asks for nothing ("n": 1, "presence_penalty": 0).
+unless its value asks for nothing ("best_of": 1, "stream": false).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,23 +16,16 @@ from cluster.frontend import ModelFrontend
 from kernels_integration.errors import InvalidRequestError
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "stream": (False,),
     "stream_options": (),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "tools": ([],),
-    "min_tokens": (0,),
     "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -61,10 +54,20 @@ class _SamplingBody(BaseModel):
     top_p: Any = None
     top_k: Any = None
     min_p: Any = None
+    n: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: list[Any] | None = None
+    bad_words: str | list[str] | None = None
+    prompt_logprobs: Any = None
     seed: Any = None
     max_tokens: Any = None
+    min_tokens: Any = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Any] | None = None
+    include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
 

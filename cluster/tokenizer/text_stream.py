@@ -6,6 +6,7 @@ import tokenizers
 
 from actors.detokenizer import IncrementalDetokenizer
 from actors.requests import RequestUpdate
+from actors.sampling_params import SamplingParams
 
 
 class TextStream:
@@ -14,7 +15,7 @@ class TextStream:
     All returned pieces, joined, are the completion's text, which ends before the stop string.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_stop")
+    __slots__ = ("_decided", "_detokenizer", "_held", "_include_stop", "_min_tokens", "_num_tokens", "_stop")
 
     def __init__(
         self,
@@ -22,43 +23,76 @@ class TextStream:
         *,
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
+        """min_tokens: a stop string that ends in the text of as many tokens is text like any other.
+
+        include_stop: the text ends after the stop string, or the token, that ended the stream.
+        """
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._held = ""
+        self._decided = 0
+        """Characters of `_held` in which no stop string counts that ends there."""
+        self._num_tokens = 0
+
+    @classmethod
+    def of(cls, params: SamplingParams, tokenizer: tokenizers.Tokenizer) -> "TextStream":
+        return cls(
+            tokenizer,
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
 
     def consume(self, update: RequestUpdate) -> str:
         """The text that an update makes certain; all that is left with the last update.
 
-        A token that ends the stream by itself (EOS, a stop id) is counted, but is no text, as in vLLM.
+        A token that ends the stream by itself (EOS, a stop id) is counted, but is no text unless stops are
+        included, as in vLLM.
         """
         if update.finish_reason is None:
             return self.push(update.token_ids)
         ended_by_token = update.finish_reason == "stop" and not isinstance(update.matched_stop, str)
+        ended_by_token &= not self._include_stop
         text = self.push(update.token_ids[:-1] if ended_by_token else update.token_ids)
         return text + self.finish(update.matched_stop)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is now certain and cannot be part of a stop string any more."""
-        self._held += self._detokenizer.push(token_ids)
+        num_undecidable = min(max(self._min_tokens - self._num_tokens, 0), len(token_ids))
+        self._num_tokens += len(token_ids)
+        if num_undecidable:
+            self._held += self._detokenizer.push(token_ids[:num_undecidable])
+            self._decided = len(self._held)
+        self._held += self._detokenizer.push(token_ids[num_undecidable:])
         certain = self._num_certain()
         text, self._held = self._held[:certain], self._held[certain:]
+        self._decided = max(self._decided - certain, 0)
         return text
 
     def finish(self, matched_stop: int | str | None = None) -> str:
         """The rest, up to the stop string if one ended the stream."""
         text = self._held + self._detokenizer.finish()
         self._held = ""
-        if isinstance(matched_stop, str) and (end := text.find(matched_stop)) >= 0:
-            return text[:end]
+        if isinstance(matched_stop, str) and (start := self._find(text, matched_stop)) >= 0:
+            return text[: start + len(matched_stop)] if self._include_stop else text[:start]
         return text
+
+    def _find(self, text: str, stop: str) -> int:
+        """Where a stop string that counts begins, or -1."""
+        return text.find(stop, max(self._decided - len(stop) + 1, 0))
 
     def _num_certain(self) -> int:
         """Characters before the first place where a stop string stands, or may be about to stand."""
         text = self._held
         first = len(text)
         for stop in self._stop:
-            found = text.find(stop)
+            found = self._find(text, stop)
             if found >= 0:
                 first = min(first, found)
             for start in range(max(0, len(text) - len(stop) + 1), first):

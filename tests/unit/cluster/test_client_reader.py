@@ -13,6 +13,7 @@ from cluster.client.tokenizer import from_chunks
 from cluster.gateway.tokenizer_bundle import CHUNK_BYTES, TokenizerBundle
 from cluster.tokenizer import Tokenizer
 from kernels_integration.errors import CheckpointError, LatentrayError
+from kernels_integration.philox import choice_seed
 
 TINY_DSA = Path(cluster.__file__).parent / "assets" / "tiny-dsa"
 
@@ -50,7 +51,7 @@ def test_the_text_ends_before_the_stop_string(tokenizer):
     streamed = AnswerReader(params, tokenizer.backend, ())
     end = complete(*ids, finish_reason="stop", matched_stop_str="two")
     texts = [streamed.piece(chunk(i), None).text for i in ids] + [streamed.piece(end, None).text]
-    whole = AnswerReader(params, tokenizer.backend, ()).completion("r", end, 7)
+    whole = AnswerReader(params, tokenizer.backend, ()).completion("r", [end], 7)
     assert "".join(texts) == whole.text == "one "
     assert (whole.matched_stop, whole.seed, whole.token_ids) == ("two", 7, tuple(ids))
 
@@ -74,7 +75,7 @@ def test_a_token_that_ends_the_stream_is_counted_but_no_text(tokenizer):
 def test_without_a_tokenizer_there_are_ids_only():
     reader = AnswerReader(SamplingParams(), None, ())
     assert reader.piece(chunk(5, 6), None).text == ""
-    assert reader.completion("r", complete(5, 6), None).token_ids == (5, 6)
+    assert reader.completion("r", [complete(5, 6)], None).token_ids == (5, 6)
 
 
 def test_logprobs():
@@ -86,8 +87,27 @@ def test_logprobs():
     assert bare.logprobs == (TokenLogprob(token_id=5, logprob=-1), TokenLogprob(token_id=6, logprob=-2))
     for token in (5, 6):
         message.top_logprobs.append(pb.TopLogProbs(token_ids=[token, 9], values=[-1, -3]))
-    full = reader.completion("r", complete(5, 6, output_logprobs=message), None)
+    full = reader.completion("r", [complete(5, 6, output_logprobs=message)], None)
     assert [entry.top for entry in full.logprobs] == [((5, -1), (9, -3)), ((6, -1), (9, -3))]
+
+
+def test_choices_have_texts_and_seeds_of_their_own(tokenizer):
+    one, two = (tokenizer.encode(text, add_special_tokens=False) for text in ("one 漢", "two 🙂"))
+    params = SamplingParams(n=2)
+    reader = AnswerReader(params, tokenizer.backend, ())
+    texts = ["", ""]
+    for position in range(max(len(one), len(two))):  # their characters are cut at different places
+        for index, ids in enumerate((one, two)):
+            part = pb.GenerateStreamChunk(token_ids=ids[position : position + 1], index=index)
+            texts[index] += reader.piece(pb.GenerateResponse(chunk=part), None).text
+    ends = [complete(*ids, index=index) for index, ids in ((1, two), (0, one))]
+    pieces = [reader.piece(end, 7) for end in ends]
+    assert [p.index for p in pieces] == [1, 0]
+    assert [texts[p.index] + p.text for p in pieces] == ["two 🙂", "one 漢"]
+    assert [p.seed for p in pieces] == [choice_seed(7, 1), 7]
+    whole = AnswerReader(params, tokenizer.backend, ()).completion("r", ends, 7)
+    assert (whole.text, [other.text for other in whole.others]) == ("one 漢", ["two 🙂"])
+    assert (whole.seed, whole.others[0].seed) == (7, choice_seed(7, 1))
 
 
 def test_a_finish_reason_that_hides_a_failure_is_an_error():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
+from actors.sampling_params import SamplingParams
 from cluster.client import wire
 from cluster.errors import error_classes
 from cluster.gateway import parameters
@@ -26,7 +26,16 @@ params_strategy = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(0, 6143), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
-    logprobs=st.none() | st.integers(0, DEFAULT_MAX_LOGPROBS),
+    logprobs=st.none() | st.integers(-1, 20),
+    prompt_logprobs=st.none() | st.integers(-1, 20),
+    n=st.integers(1, 128),
+    presence_penalty=st.integers(-20, 20).map(lambda n: n / 10),
+    frequency_penalty=st.integers(-20, 20).map(lambda n: n / 10),
+    repetition_penalty=st.integers(1, 30).map(lambda n: n / 10),
+    logit_bias=st.none()
+    | st.dictionaries(st.integers(0, 6143), st.integers(-1000, 1000).map(lambda n: n / 10), min_size=1),
+    min_tokens=st.just(0) | st.just(1),
+    include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
 )
 
@@ -64,6 +73,14 @@ def test_a_seed_beyond_int32_is_refused(seed):
     with pytest.raises(InvalidRequestError, match=f"seed is {seed}") as caught:
         wire.generate_request("r", [1], SamplingParams(seed=seed), stream=True)
     assert caught.value.field == "seed"
+
+
+@pytest.mark.parametrize("params", [{"bad_words": ("x",)}, {"allowed_token_ids": (1,)}])
+def test_what_the_protocol_has_no_field_for_is_refused(params):
+    [name] = params
+    with pytest.raises(InvalidRequestError, match="no field for") as caught:
+        wire.generate_request("r", [1], SamplingParams(**params), stream=True)
+    assert caught.value.field == name
 
 
 def test_keywords_go_over_params():

@@ -67,10 +67,25 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("url", "change", "field", "words"),
     [
-        (CHAT, {"n": 2}, "n", "parameter n is 2, which is not supported; leave it out or use 1"),
-        (CHAT, {"n": True}, "n", "parameter n is True"),
+        (CHAT, {"n": 0}, "n", "n is 0; it must be a whole number from 1 to 128"),
+        (CHAT, {"n": True}, "n", "n is True"),
+        (
+            CHAT,
+            {"best_of": 2},
+            "best_of",
+            "best_of is 2, which is not supported; leave it out or use 1",
+        ),
+        (CHAT, {"best_of": True}, "best_of", "parameter best_of is True"),
+        (CHAT, {"frequency_penalty": 2.5}, "frequency_penalty", "is 2.5; it must be a number from -2 to 2"),
+        (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "token ids with numbers"),
+        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+        (CHAT, {"logit_bias": {"6144": 1}}, "logit_bias", "holds 6144"),
+        (CHAT, {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most max_tokens 8"),
+        (CHAT, {"bad_words": [" "]}, "bad_words", "none of them blank"),
+        (CHAT, {"allowed_token_ids": []}, "allowed_token_ids", "at least one token id"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs", "it must be from 0 to 20, the server's --max-logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs is -1"),
         (CHAT, {"stream": True}, "stream", "not supported"),
-        (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty", "not supported; leave it out or use 0"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "not supported"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         (COMPLETIONS, {"stream_options": {"a": 1}}, "stream_options", "not supported; leave it out"),
@@ -98,6 +113,27 @@ def test_what_cannot_be_done_is_named(
         parse_body(url, body | change).to_request("r", frontend)
     assert words in str(caught.value)
     assert caught.value.field == field
+
+
+def test_rules_of_a_body(frontend: ModelFrontend) -> None:
+    rules = {
+        "n": 3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "min_tokens": 2,
+        "include_stop_str_in_output": True,
+        "allowed_token_ids": [5, 6, 7],
+    }
+    body = parse_body(CHAT, {"messages": MESSAGES, "logit_bias": {"5": -1}, "bad_words": "no"} | rules)
+    request = body.to_request("r", frontend)
+    for name, value in rules.items():
+        assert getattr(request.params, name) == (tuple(value) if isinstance(value, list) else value)
+    assert request.params.logit_bias == {5: -1}
+    tokenizer = frontend.tokenizer
+    assert request.bad_words == tuple(
+        tuple(tokenizer.encode(word, add_special_tokens=False)) for word in ("no", " no")
+    )
 
 
 def test_what_a_body_needs_is_named() -> None:

@@ -16,10 +16,19 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
-def first_to_end(text: str, stops: list[str]) -> str | None:
-    """The stop that ends first in the text, then the first of the list: the coordinator's rule."""
-    found = [(text.find(stop) + len(stop), i) for i, stop in enumerate(stops) if stop in text]
-    return stops[min(found)[1]] if found else None
+def first_to_end(text: str, stops: list[str], decided: int) -> tuple[int, str] | None:
+    """(start, stop) that ends first beyond `decided`, then the first of the list: the coordinator's rule."""
+    found = [
+        (start + len(stop), i, start)
+        for i, stop in enumerate(stops)
+        for start in range(len(text))
+        if text.startswith(stop, start) and start + len(stop) > decided
+    ]
+    return (min(found)[2], stops[min(found)[1]]) if found else None
+
+
+def certain(ids: list[int]) -> str:
+    return TOKENIZER.decode(ids).rstrip("\ufffd")
 
 
 SMALL_ALPHABET = st.text(alphabet="ab \né🙂", min_size=1, max_size=40)
@@ -29,26 +38,34 @@ SMALL_ALPHABET = st.text(alphabet="ab \né🙂", min_size=1, max_size=40)
 @given(
     text=SMALL_ALPHABET,
     stops=st.lists(st.text(alphabet="ab \né🙂", min_size=1, max_size=4), max_size=3),
+    min_tokens=st.sampled_from([0, 0, 1, 3, 8]),
+    include_stop=st.booleans(),
     data=st.data(),
 )
-def test_pieces_are_the_text_before_the_stop_string(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_pieces_are_the_text_before_the_stop_string(
+    text: str, stops: list[str], min_tokens: int, include_stop: bool, data: st.DataObject
+) -> None:
     """Against the plain way: decode everything, cut once. Ids come in random pieces, as from verifies."""
     ids = ids_of(text)
-    stop, end = None, len(ids)
-    for end in range(1, len(ids) + 1):  # the coordinator stops at the first token that completes a stop
-        if stop := first_to_end(TOKENIZER.decode(ids[:end]).rstrip("\ufffd"), stops):
+    found, end = None, len(ids)
+    decided = len(certain(ids[:min_tokens]))
+    for end in range(min_tokens + 1, len(ids) + 1):  # the coordinator stops at the first token that completes
+        if found := first_to_end(certain(ids[:end]), stops, decided):
             break
-    whole = TOKENIZER.decode(ids[:end])
-    expected = whole if stop is None else whole[: whole.index(stop)]
+    end = end if found else len(ids)
+    expected = TOKENIZER.decode(ids[:end])
+    if found:
+        start, stop = found
+        expected = expected[: start + len(stop) * include_stop]
 
-    stream = TextStream(TOKENIZER, stop=stops)
+    stream = TextStream(TOKENIZER, stop=stops, min_tokens=min_tokens, include_stop=include_stop)
     shown, at = "", 0
     while at < end:
         step = data.draw(st.integers(1, 4), label="step")
         shown += stream.push(ids[at : min(at + step, end)])
         assert expected.startswith(shown), "something was shown that has to be taken back"
         at += step
-    assert shown + stream.finish(stop) == expected
+    assert shown + stream.finish(found[1] if found else None) == expected
 
 
 def test_only_what_may_begin_a_stop_string_waits() -> None:
@@ -90,6 +107,19 @@ def test_a_token_that_ends_the_stream_is_no_text(
         matched_stop=matched_stop,
     )
     assert stream.consume(update) == text
+
+
+def test_included_stops_are_text() -> None:
+    update = {"request_id": "x", "finish_reason": "stop"}
+    stream = TextStream(TOKENIZER, skip_special_tokens=False, include_stop=True)
+    assert (
+        stream.consume(RequestUpdate(token_ids=(*ids_of("a"), 5), matched_stop=5, **update))
+        == "a<|assistant|>"
+    )
+    stream = TextStream(TOKENIZER, stop=["pit"], include_stop=True)
+    assert stream.consume(
+        RequestUpdate(token_ids=tuple(ids_of("a capital")), matched_stop="pit", **update)
+    ) == ("a capit")
 
 
 def test_special_tokens_are_skipped_by_default() -> None:

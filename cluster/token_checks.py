@@ -1,0 +1,46 @@
+"""Rules over token ids that need the vocabulary."""
+
+from collections.abc import Iterable, Sequence
+
+from actors.sampling_params import SamplingParams
+from cluster.tokenizer import Tokenizer
+from kernels_integration.errors import InvalidRequestError
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of each word at the start of a text and, where that is as long, after a space.
+
+    As in vLLM: a word whose spaced form only adds a space token is caught by its plain form.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if plain:
+            found.append(plain)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return tuple(dict.fromkeys(found))
+
+
+def require_candidates(
+    params: SamplingParams,
+    *,
+    bad_words: Iterable[Sequence[int]],
+    eos_token_ids: Iterable[int],
+    vocab_size: int,
+) -> None:
+    """Every row must have a token to draw, whatever stands before it.
+
+    Strict: a bad word counts as if its last token were always banned. Errors: InvalidRequestError.
+    """
+    banned = {word[-1] for word in bad_words}
+    if params.min_tokens:
+        banned.update(eos_token_ids, params.stop_token_ids)
+    candidates = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if all(token_id in banned for token_id in candidates):
+        raise InvalidRequestError(
+            f"bad_words and min_tokens {params.min_tokens} may ban all {len(candidates)} tokens that may be "
+            "drawn; allow more token ids, or ban fewer",
+            field="bad_words" if params.bad_words else "min_tokens",
+        )
