@@ -44,15 +44,14 @@ class SliceMeter:
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        shape = tuple(
-            len(range(*part.indices(size)))
-            for size, part in zip(self._shapes[name], (rows, columns), strict=False)
-        )
-        part = torch.empty(shape, dtype=dtype, device="meta")
-        info = self._stored.get(name)
-        if math.prod(shape):
-            scale = self._stored.get(f"{name}{SCALE_SUFFIX}")
-            self.file_bytes += scale.num_bytes if scale is not None else 0
-        self.file_bytes += part.nbytes if info is None else part.numel() * ITEM_SIZES.get(info.dtype, 1)
-        self.weight_bytes += part.nbytes
-        return part
+        parts = list(zip(self._shapes[name], (rows, columns), strict=False))
+        num_stored = math.prod(len(range(*part.indices(size))) for size, part in parts)
+        # A slice may end past the tensor: the rank keeps zeros there.
+        kept = (size if part.stop is None else part.stop - (part.start or 0) for size, part in parts)
+        data = torch.empty(tuple(kept), dtype=dtype, device="meta")
+        info, scale = self._stored.get(name), self._stored.get(f"{name}{SCALE_SUFFIX}")
+        if num_stored and scale is not None:
+            self.file_bytes += scale.num_bytes
+        self.file_bytes += num_stored * (ITEM_SIZES.get(info.dtype, 1) if info else data.itemsize)
+        self.weight_bytes += data.nbytes
+        return data
