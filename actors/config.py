@@ -1,6 +1,7 @@
 """What a group is started with: plain, frozen, picklable data. `cluster.config` validates and fills it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,13 @@ class GroupConfig:
     kv_cache_dtype: str
     """Storage of the cache; the same names."""
     attention_backend: str = "torch"
+    scheduling: Literal["sync", "deferred"] = "sync"
+    """deferred: a step is sent while the one before it still runs."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: int = 0
+    """Rows that one prompt gets of a step while others wait, at most; 0: no such bound."""
+    enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: Literal["xxhash", "sha256"] = "xxhash"
     max_logprobs: int = 20
     """Alternatives that a request may ask for beside each token; -1: the whole vocabulary."""
     seed: int = 0

@@ -17,6 +17,10 @@ Uint8s = NDArray[np.uint8]
 Float32s = NDArray[np.float32]
 
 
+PENDING_CAPACITY = 32
+"""Accepted rows of a request that may wait for the MTP layer (R in contracts/mtp.md); older ones fall out."""
+
+
 class RowKind(IntEnum):
     """What a scheduled request's rows are."""
 
@@ -103,7 +107,8 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     fill: Uint8s
     """[N] 1: run the MTP layer over the request's pending rows (always 1 where k > 0)."""
     start: Int32s
-    """[N] position of the first row: the anchor's for a verify."""
+    """[N] position of the first row: the anchor's for a verify; -1 for a verify that was sent while an
+    older step of its request was in flight: only the shards know how many tokens that step accepts."""
     readonly: Uint8s
     """[N] 1: a chunk row that is recomputed from cached KV and must not write."""
     ids: Int32s
@@ -113,7 +118,8 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Blocks appended to the request's table in this step; the whole table at admission."""
     new_blocks_indptr: Int32s
     accepted: Int32s
-    """Verifies: tokens accepted in the request's last token step; the last is the anchor."""
+    """Verifies with a known start: tokens accepted in the request's last token step; the last is the anchor.
+    The shards have come to the same tokens themselves, and check it."""
     accepted_indptr: Int32s
 
 

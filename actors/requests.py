@@ -19,6 +19,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """uint64: params.seed, or drawn by the front end (and reported by it)."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end the stream, unless params.ignore_eos."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    priority: int = 0
+    """Lower is served first, under the priority policy only."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token sequences, whose last token never follows the others in the completion."""
 

@@ -5,29 +5,40 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from actors.acceptance import MASKED, count_emitted
 from actors.config import GroupConfig
+from actors.coordinator.acceptance_counters import AcceptanceCounters
 from actors.coordinator.blocks import BlockManager
 from actors.coordinator.logprobs import LogprobRows
-from actors.coordinator.rejection import MASKED, AcceptanceCounters, accept
-from actors.coordinator.request_state import RequestState
-from actors.coordinator.scheduler import DraftPolicy, ScheduledRows, Scheduler
+from actors.coordinator.prefix_cache import PrefixCache
+from actors.coordinator.request_state import NEVER, RequestState
+from actors.coordinator.schedule import Schedule, ScheduledRows
+from actors.coordinator.scheduler import DraftPolicy, Scheduler
 from actors.coordinator.step_message import build_step_input
-from actors.messages import RowKind, StepInput, StepOutput
+from actors.messages import PENDING_CAPACITY, RowKind, StepInput, StepOutput
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
 from kernels_integration.errors import DuplicateRequestError, InvalidRequestError, LatentrayError
 
-_MAX_STEPS_IN_FLIGHT = 1
-"""Synchronous: the next step is chosen when the last has reported."""
+STEPS_IN_FLIGHT = {"sync": 1, "deferred": 2}
+"""Sync: the next step is chosen when the last has reported. Deferred: while the last one runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OutstandingStep:
     step: int
-    rows: list[ScheduledRows]
+    schedule: Schedule
+    k: NDArray[np.uint8]
+    """[V] drafts of the verifies, then a zero for each final chunk: what yields tokens, in order."""
     sent_at: float
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.schedule.verifies) + len(self.schedule.chunks)
 
 
 class Coordinator:
@@ -38,6 +49,7 @@ class Coordinator:
 
     tokenizer: needed for stop strings only. clock: seconds, for statistics. draft_policy: drafts to
     propose for a request in a step, of at most num_speculative_tokens; that many by default.
+    max_steps_in_flight: by config.scheduling, unless given.
     """
 
     def __init__(
@@ -47,18 +59,22 @@ class Coordinator:
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft_policy: DraftPolicy | None = None,
+        max_steps_in_flight: int | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._clock = clock
         self._blocks = BlockManager(num_blocks=config.num_kv_blocks, tokens_per_block=config.tokens_per_block)
+        self._prefix_cache = PrefixCache(
+            self._blocks, is_on=config.enable_prefix_caching, algorithm=config.prefix_caching_hash_algo
+        )
         self._scheduler = Scheduler(
+            config,
             blocks=self._blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_speculative_tokens=config.num_speculative_tokens,
+            prefix_cache=self._prefix_cache,
             draft_policy=draft_policy or (lambda _request: config.num_speculative_tokens),
         )
+        self._max_steps_in_flight = max_steps_in_flight or STEPS_IN_FLIGHT[config.scheduling]
         self._live: dict[str, RequestState] = {}
         self._outstanding: deque[_OutstandingStep] = deque()
         self._updates: list[RequestUpdate | RequestFailed] = []
@@ -91,7 +107,9 @@ class Coordinator:
             )
         limit = self._checked_limit(request)
         self._num_arrivals += 1
-        state = RequestState(request, arrival=self._num_arrivals, limit=limit, tokenizer=self._tokenizer)
+        priority = request.priority if self._config.scheduling_policy == "priority" else 0
+        rank = (priority, self._num_arrivals)
+        state = RequestState(request, rank=rank, limit=limit, tokenizer=self._tokenizer)
         self._live[request_id] = state
         self._scheduler.add(state)
         self._num_prompt_tokens += state.num_prompt_tokens
@@ -117,26 +135,34 @@ class Coordinator:
         self._epoch = epoch
         self._outstanding.clear()
         self._scheduler.withdraw_all()
+        self._blocks.forget_published()
 
     def schedule(self) -> StepInput | None:
         """The next step for the shards; None if nothing can run or a step in flight must report first."""
-        if len(self._outstanding) >= _MAX_STEPS_IN_FLIGHT:
+        if len(self._outstanding) >= self._max_steps_in_flight:
             return None
         started = self._clock()
-        schedule = self._scheduler.schedule()
+        schedule = self._scheduler.schedule([step.schedule for step in self._outstanding])
         if schedule is None:
             return None
         self._num_steps += 1
-        self._num_rows += sum(rows.num_rows for rows in schedule.rows)
         message = build_step_input(schedule, epoch=self._epoch, step=self._num_steps)
+        num_verifies = len(schedule.verifies)
+        is_final = [rows.kind is RowKind.FINAL_CHUNK for rows in schedule.chunks]
+        self._num_rows += int(message.k.sum()) + num_verifies + len(message.ids)
+        yields_token = np.concatenate([np.ones(num_verifies, bool), np.array(is_final, bool)])
         sent_at = self._clock()
-        self._outstanding.append(_OutstandingStep(self._num_steps, schedule.rows, sent_at))
+        self._outstanding.append(
+            _OutstandingStep(self._num_steps, schedule, message.k[yields_token], sent_at)
+        )
         self._schedule_s += sent_at - started
         return message
 
     def process(self, output: StepOutput) -> None:
         """Commit what a step reports. Reports of an older epoch are dropped.
 
+        A result counts only under the admission number that it was sent with: its request may have ended or
+        been preempted since.
         Errors: LatentrayError if the report does not answer the oldest step in flight.
         """
         if output.epoch < self._epoch:
@@ -144,33 +170,31 @@ class Coordinator:
         started = self._clock()
         step = self._checked_step(output)
         self._outstanding.popleft()
-        drafts, tokens = output.drafts.tolist(), output.tokens.tolist()
+        verifies, chunks = step.schedule.verifies, step.schedule.chunks
+        num_emitted = count_emitted(output.drafts, output.tokens, step.k).tolist()
+        tokens, lengths = output.tokens.tolist(), output.length.tolist()
         logprobs, prompt_logprobs = LogprobRows(output.logprobs), LogprobRows(output.prompt_logprobs)
-        draft_start = token_start = 0
-        for rows, length in zip(step.rows, output.length.tolist(), strict=True):
-            draft_end = draft_start + rows.k
-            token_end = token_start + (rows.kind is not RowKind.MIDDLE_CHUNK) * (rows.k + 1)
-            params, prompt = rows.request.request.params, rows.request.prompt_logprobs
-            first_row = logprobs.claim(token_end - token_start) if params.logprobs is not None else 0
-            num_prompt_rows = 0
-            if prompt is not None and rows.kind is not RowKind.VERIFY:
-                num_prompt_rows = prompt.num_rows(rows.start, rows.num_rows)
+        first = 0
+        for rows, num, length in zip(verifies, num_emitted, lengths, strict=False):
+            request, end = rows.request, first + rows.k + 1
+            first_logprob = logprobs.claim(end - first) if request.num_logprobs is not None else 0
+            if request.admission == rows.admission:
+                self._take_verify(rows, tokens[first:end], num, length)
+                self._commit(request, tokens[first : first + num], logprobs, first_logprob)
+            first = end
+        for rows, length in zip(chunks, lengths[len(verifies) :], strict=True):
+            request, end = rows.request, first + (rows.kind is RowKind.FINAL_CHUNK)
+            first_logprob = logprobs.claim(end - first) if request.num_logprobs is not None else 0
+            prompt = request.prompt_logprobs
+            num_prompt_rows = prompt.num_rows(rows.start, rows.num_rows) if prompt is not None else 0
             first_prompt_row = prompt_logprobs.claim(num_prompt_rows)
-            if rows.request.admission == rows.admission:  # else it ended, or was preempted, since
-                row_tokens = tokens[token_start:token_end]
-                emitted = accept(drafts[draft_start:draft_end], row_tokens)
-                self._check_length(rows, len(emitted), length)
-                if rows.kind is not RowKind.VERIFY:
-                    rows.request.num_computed += rows.num_rows
-                elif rows.k:
-                    self._count(rows, row_tokens, len(emitted) - 1)
-                else:
-                    self._counters.add(0, 0)
-                if prompt is not None and num_prompt_rows:
+            if request.admission == rows.admission:
+                self._take_chunk(rows, length)
+                if prompt is not None:
                     prompt.add(prompt_logprobs, first_prompt_row, rows.start, num_prompt_rows)
-                if emitted:
-                    self._commit(rows.request, emitted, logprobs, first_row)
-            draft_start, token_start = draft_end, token_end
+                if end > first:
+                    self._commit(request, tokens[first:end], logprobs, first_logprob)
+            first = end
         self._step_s += started - step.sent_at
         self._process_s += self._clock() - started
 
@@ -191,8 +215,8 @@ class Coordinator:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_verifies=self._counters.num_verifies,
-            proposed=tuple(self._counters.proposed),
-            accepted=tuple(self._counters.accepted),
+            proposed=self._counters.proposed,
+            accepted=self._counters.accepted,
             num_steps=self._num_steps,
             num_rows=self._num_rows,
             schedule_s=self._schedule_s,
@@ -237,30 +261,43 @@ class Coordinator:
             raise LatentrayError(
                 f"the shards reported epoch {output.epoch} step {output.step}; expected {expected}"
             )
-        num_drafts = sum(rows.k for rows in oldest.rows)
-        num_tokens = num_drafts + sum(rows.kind is not RowKind.MIDDLE_CHUNK for rows in oldest.rows)
+        num_drafts = int(oldest.k.sum())
+        expected_sizes = (num_drafts, num_drafts + len(oldest.k), oldest.num_requests)
         sizes = (len(output.drafts), len(output.tokens), len(output.length))
-        if sizes != (num_drafts, num_tokens, len(oldest.rows)):
+        if sizes != expected_sizes:
             raise LatentrayError(
                 f"step {oldest.step}: the shards reported {sizes} drafts, tokens and lengths; "
-                f"expected {(num_drafts, num_tokens, len(oldest.rows))}"
+                f"expected {expected_sizes}"
             )
         return oldest
 
-    def _check_length(self, rows: ScheduledRows, num_emitted: int, length: int) -> None:
-        """The shards' own count of a request's tokens must equal the coordinator's."""
-        expected = rows.start + (num_emitted if rows.kind is RowKind.VERIFY else rows.num_rows)
-        if length != expected:
-            raise LatentrayError(
-                f"request {rows.request.request.request_id!r}: the shards hold {length} tokens; "
-                f"expected {expected}"
-            )
+    def _take_verify(self, rows: ScheduledRows, tokens: list[int], num_emitted: int, length: int) -> None:
+        """Count, and publish what is complete now: its tokens were committed before this step (mtp.md 6)."""
+        request, k = rows.request, rows.k
+        num_computed = len(request.tokens)
+        _check_length(request, length, num_computed - 1 + num_emitted)
+        if k:
+            if tokens[-1] == MASKED:
+                k -= tokens.count(MASKED)
+            request.num_draft_tokens += k
+            request.num_accepted_tokens += num_emitted - 1
+            request.num_pending = num_emitted
+        elif self._config.num_speculative_tokens:  # no fill: the MTP layer's KV is still missing
+            request.num_pending += num_emitted
+            num_computed = 0
+            if request.num_pending > PENDING_CAPACITY:
+                request.publish_at = NEVER
+        self._counters.add(k, num_emitted - 1)
+        if num_computed >= request.publish_at:
+            self._prefix_cache.publish(request, num_computed)
 
-    def _count(self, rows: ScheduledRows, row_tokens: list[int], num_accepted: int) -> None:
-        num_proposed = len(row_tokens) - row_tokens.count(MASKED) - 1
-        self._counters.add(num_proposed, num_accepted)
-        rows.request.num_draft_tokens += num_proposed
-        rows.request.num_accepted_tokens += num_accepted
+    def _take_chunk(self, rows: ScheduledRows, length: int) -> None:
+        request, end = rows.request, rows.start + rows.num_rows
+        _check_length(request, length, end)
+        request.num_computed = end
+        request.num_pending = 1
+        if end >= request.publish_at:
+            self._prefix_cache.publish(request, end)
 
     def _commit(self, state: RequestState, emitted: list[int], logprobs: LogprobRows, first_row: int) -> None:
         kept = state.commit(emitted)
@@ -276,6 +313,7 @@ class Coordinator:
                 matched_stop=state.stop.matched_stop,
                 num_prompt_tokens=state.num_prompt_tokens,
                 num_completion_tokens=state.num_completion_tokens,
+                num_cached_tokens=state.num_cached_tokens or 0,
                 num_draft_tokens=state.num_draft_tokens,
                 num_accepted_tokens=state.num_accepted_tokens,
             )
@@ -291,3 +329,11 @@ class Coordinator:
     def _end(self, state: RequestState) -> None:
         del self._live[state.request.request_id]
         self._scheduler.remove(state)
+
+
+def _check_length(request: RequestState, length: int, expected: int) -> None:
+    """The shards' own count of a request's tokens must equal the coordinator's."""
+    if length != expected:
+        raise LatentrayError(
+            f"request {request.request.request_id!r}: the shards hold {length} tokens; expected {expected}"
+        )

@@ -1,5 +1,6 @@
 """What the coordinator knows of a live request."""
 
+import sys
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
@@ -10,50 +11,75 @@ from actors.requests import FinishReason, Request
 
 NOT_ADMITTED = 0
 """No admission has this number."""
+NEVER = sys.maxsize
+"""More tokens than any request holds."""
 
 
 class RequestState:
     """One live request: committed tokens, and where it stands on the shards.
 
-    The scheduler writes `admission`, `slot` and `num_computed`; `commit` writes the rest.
+    The scheduler writes `admission` and `slot`, the prefix cache `block_hashes`, `num_published_tokens` and
+    `publish_at`, the coordinator the rest.
     """
 
     __slots__ = (
         "admission",
-        "arrival",
+        "block_hashes",
         "limit",
         "num_accepted",
         "num_accepted_tokens",
+        "num_cached_tokens",
         "num_computed",
         "num_draft_tokens",
+        "num_hit_tokens",
+        "num_logprobs",
+        "num_pending",
         "num_prompt_tokens",
+        "num_published_tokens",
         "prompt_logprobs",
+        "publish_at",
+        "rank",
         "request",
         "slot",
         "stop",
         "tokens",
     )
 
-    def __init__(self, request: Request, *, arrival: int, limit: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: Request, *, rank: tuple[int, int], limit: int, tokenizer: Tokenizer | None
+    ) -> None:
         self.request = request
-        self.arrival = arrival
-        """Scheduling order: lower is served first."""
+        self.rank = rank
+        """(priority, arrival), unique. Scheduling order: lower is served first."""
         self.limit = limit
         """min(max_model_len, prompt + max_tokens)."""
         self.tokens: list[int] = list(request.prompt_token_ids)
         """Committed: prompt and completion."""
         self.num_prompt_tokens = len(self.tokens)
         self.stop = StopConditions(request, limit=limit, tokenizer=tokenizer)
+        self.num_logprobs = request.params.logprobs
         num_top = request.params.prompt_logprobs
         self.prompt_logprobs = None if num_top is None else PromptLogprobs(request.prompt_token_ids, num_top)
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        self.block_hashes: list[bytes] = []
+        """Of the full blocks of `tokens`, as far as anybody asked."""
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens that the first admission did not have to compute; None before it."""
         self.admission = NOT_ADMITTED
         self.slot = -1
+        self.num_hit_tokens = 0
+        """Tokens whose KV this admission found in the prefix cache."""
         self.num_computed = 0
-        """Rows of chunks that have reported under this admission."""
+        """Rows of chunks that have reported under this admission, or were found in the prefix cache."""
         self.num_accepted = 0
         """Tokens accepted in this admission's last token step; 0 until its final chunk has reported."""
+        self.num_pending = 0
+        """Accepted tokens whose MTP entry is not computed yet."""
+        self.num_published_tokens = 0
+        """Tokens in the published blocks at the table's beginning: rows before them must not write."""
+        self.publish_at = NEVER
+        """Computed tokens at which the next block is full."""
 
     @property
     def decoding(self) -> bool:
@@ -68,14 +94,20 @@ class RequestState:
     def finish_reason(self) -> FinishReason | None:
         return self.stop.finish_reason
 
-    def admit(self, admission: int, slot: int) -> None:
+    def admit(self, admission: int, slot: int, *, num_hit_tokens: int) -> None:
+        """After a hit of n tokens the first row is n - 1: its hidden state is needed, its KV is there."""
         self.admission, self.slot = admission, slot
-        self.num_computed = self.num_accepted = 0
+        self.num_hit_tokens = num_hit_tokens
+        self.num_computed = max(num_hit_tokens - 1, 0)
+        self.num_accepted = self.num_pending = 0
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = min(num_hit_tokens, len(self.tokens) - 1)
 
     def withdraw(self) -> None:
         """The state slot is gone; results under the old admission number no longer count."""
         self.admission, self.slot = NOT_ADMITTED, -1
-        self.num_computed = self.num_accepted = 0
+        self.num_accepted = 0
+        self.publish_at = NEVER
 
     def commit(self, emitted: Sequence[int]) -> list[int]:
         """Append a token step's tokens up to the first stop; the tokens kept (contracts/mtp.md 5)."""

@@ -1,15 +1,15 @@
 """A schedule as the message that every shard gets (contracts/mtp.md 7)."""
 
-from collections.abc import Iterable
-from itertools import accumulate, chain
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.coordinator.request_state import RequestState
 from actors.coordinator.sampling_spec import sampling_spec
-from actors.coordinator.scheduler import Schedule
-from actors.messages import Admission, RowKind, StepInput
+from actors.coordinator.schedule import UNKNOWN_START, Schedule
+from actors.messages import Admission, StepInput
 
 
 def build_step_input(schedule: Schedule, *, epoch: int, step: int) -> StepInput:
@@ -18,35 +18,32 @@ def build_step_input(schedule: Schedule, *, epoch: int, step: int) -> StepInput:
     A verify without drafts leaves its accepted rows pending on the shard (fill 0): a long stretch of them
     costs nothing, and a request about to end never fills.
     """
-    rows = schedule.rows
-    ids: list[list[int]] = []
-    accepted: list[list[int]] = []
-    for r in rows:
-        if r.kind is RowKind.VERIFY:
-            accepted.append(r.request.tokens[-r.request.num_accepted :])
-            ids.append([])
-        else:
-            accepted.append([])
-            ids.append(r.request.tokens[r.start : r.start + r.num_rows])
-    new_blocks = [r.new_blocks for r in rows]
-    k = [r.k for r in rows]
+    rows = schedule.verifies + schedule.chunks
+    requests, admissions, kinds, k, starts, _, readonly, new_blocks = zip(*rows, strict=True)
+    num_verifies = len(schedule.verifies)
+    ids = [r.request.tokens[r.start : r.start + r.num_rows] for r in schedule.chunks]
+    accepted = [
+        () if start == UNKNOWN_START else request.tokens[-request.num_accepted :]
+        for request, start in zip(requests[:num_verifies], starts[:num_verifies], strict=True)
+    ]
+    drafts = np.array(k, np.uint8)
     return StepInput(
         epoch=epoch,
         step=step,
         admit=tuple(_admission(request) for request in schedule.admitted),
-        slot=_int32s([r.request.slot for r in rows]),
-        admission=_int32s([r.admission for r in rows]),
-        kind=_uint8s([r.kind for r in rows]),
-        k=_uint8s(k),
-        fill=_uint8s([n > 0 for n in k]),
-        start=_int32s([r.start for r in rows]),
-        readonly=np.zeros(len(rows), np.uint8),
+        slot=_int32s([request.slot for request in requests]),
+        admission=_int32s(admissions),
+        kind=np.array(kinds, np.uint8),
+        k=drafts,
+        fill=(drafts > 0).astype(np.uint8),
+        start=_int32s(starts),
+        readonly=np.array(readonly, np.uint8),
         ids=_flat(ids),
-        ids_indptr=_indptr(ids),
+        ids_indptr=_indptr(num_verifies, ids, 0),
         new_blocks=_flat(new_blocks),
-        new_blocks_indptr=_indptr(new_blocks),
+        new_blocks_indptr=_indptr(0, new_blocks, 0),
         accepted=_flat(accepted),
-        accepted_indptr=_indptr(accepted),
+        accepted_indptr=_indptr(0, accepted, len(schedule.chunks)),
     )
 
 
@@ -63,17 +60,17 @@ def _admission(request: RequestState) -> Admission:
     )
 
 
-def _int32s(values: list[int]) -> NDArray[np.int32]:
+def _int32s(values: Sequence[int]) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
-def _uint8s(values: list[int] | list[bool] | list[RowKind]) -> NDArray[np.uint8]:
-    return np.array(values, np.uint8)
-
-
-def _flat(lists: list[list[int]]) -> NDArray[np.int32]:
+def _flat(lists: Iterable[Sequence[int]]) -> NDArray[np.int32]:
     return np.fromiter(chain.from_iterable(lists), np.int32)
 
 
-def _indptr(lists: Iterable[list[int]]) -> NDArray[np.int32]:
-    return np.fromiter(accumulate(map(len, lists), initial=0), np.int32)
+def _indptr(num_empty_before: int, lists: Sequence[Sequence[int]], num_empty_after: int) -> NDArray[np.int32]:
+    indptr = np.zeros(num_empty_before + len(lists) + num_empty_after + 1, np.int32)
+    end = num_empty_before + len(lists) + 1
+    np.cumsum(list(map(len, lists)), out=indptr[num_empty_before + 1 : end])
+    indptr[end:] = indptr[end - 1]
+    return indptr

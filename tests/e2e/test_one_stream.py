@@ -92,7 +92,7 @@ def test_alone_with_drafts(streams):
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_tiny_pool_preempts_and_changes_nothing(streams, k):
-    config = group_config(num_speculative_tokens=k, num_kv_blocks=24, max_num_seqs=8)
+    config = group_config(num_speculative_tokens=k, block_size=4, num_kv_blocks=84, max_num_seqs=8)
     group = InlineGroup(config)
     collected = run(group, _requests())
     assert group.stats().num_preemptions > 0

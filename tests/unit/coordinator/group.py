@@ -1,10 +1,12 @@
 """A coordinator and a fake shard joined, with messages that really cross the wire format."""
 
+from collections import Counter, deque
+
 from fake_shard import FakeShard, sometimes_right
 
 from actors.config import GroupConfig
 from actors.coordinator.coordinator import Coordinator
-from actors.messages import StepInput, decode_input, decode_output, encode
+from actors.messages import StepInput, StepOutput, decode_input, decode_output, encode
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.sampling_params import SamplingParams
 
@@ -23,13 +25,17 @@ def group_config(**changes) -> GroupConfig:
     )
 
 
-def request(request_id="r", prompt=(1, 2, 3), *, seed=5, eos=(), **params) -> Request:
+def request(
+    request_id="r", prompt=(1, 2, 3), *, seed=5, eos=(), cache_salt=None, priority=0, **params
+) -> Request:
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(**params),
         seed=seed,
         eos_token_ids=eos,
+        cache_salt=cache_salt,
+        priority=priority,
     )
 
 
@@ -40,30 +46,55 @@ class Group:
         self.shard = FakeShard(self.config, draft)
         self.updates: list[RequestUpdate | RequestFailed] = []
         self.sent: list[StepInput] = []
+        self._unanswered: deque[tuple[StepInput, set[int]]] = deque()
+        """Messages in flight, each with the blocks that were published when it was sent."""
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._unanswered)
 
     def send(self) -> bool:
         """Schedule one step; the message is now in flight."""
         num_preemptions = self.coordinator.stats().num_preemptions
         message = self.coordinator.schedule()
         if message is not None:
-            if self.coordinator.stats().num_preemptions > num_preemptions:
+            has_preempted = self.coordinator.stats().num_preemptions > num_preemptions
+            if has_preempted and self.config.scheduling_policy == "fcfs":
                 assert not message.admit, "a step that preempts must not admit"
             self.sent.append(decode_input(encode(message)))
+            self._unanswered.append((self.sent[-1], self._published()))
         return message is not None
 
+    def execute(self) -> StepOutput:
+        """The shards run the oldest message in flight."""
+        message, published = self._unanswered.popleft()
+        return decode_output(encode(self.shard.execute(message, published | self._published())))
+
     def report(self) -> None:
-        output = decode_output(encode(self.shard.execute(self.sent[-1])))
-        self.coordinator.process(output)
+        self.coordinator.process(self.execute())
         self.updates += self.coordinator.take_updates()
 
+    def restart(self, epoch: int) -> None:
+        """Of new shards; what the old ones still report is dropped."""
+        late = [self.execute() for _ in range(self.num_in_flight)]
+        self.coordinator.restart(epoch)
+        for output in late:
+            self.coordinator.process(output)
+        self.shard.lose_state()
+
     def run(self, max_steps=10_000) -> None:
-        """Until nothing is live; every call must find something to run."""
+        """Until nothing is live; as many steps in flight as may be, and always one."""
         for _ in range(max_steps):
-            if not self.coordinator.has_work:
+            while self.send():
+                pass
+            if not self.num_in_flight:
+                assert not self.coordinator.has_work, "live requests, but nothing was scheduled"
                 return
-            assert self.send(), "live requests, but nothing was scheduled"
             self.report()
         raise AssertionError(f"{max_steps} steps and still busy")
+
+    def _published(self) -> set[int]:
+        return set(self.coordinator._blocks._hash_of)
 
     def tokens(self, request_id="r") -> list[int]:
         return [t for u in self.updates_of(request_id) if isinstance(u, RequestUpdate) for t in u.token_ids]
@@ -72,10 +103,15 @@ class Group:
         return [u for u in self.updates if u.request_id == request_id]
 
     def check_blocks(self) -> None:
-        """Every block is free or in exactly one live table."""
+        """Every block is free or in live tables; only published ones are in several, or kept when free."""
         blocks = self.coordinator._blocks
-        owned = [b for table in blocks._tables.values() for b in table]
-        assert sorted(owned + list(blocks._free)) == list(range(blocks.num_blocks))
+        holders = Counter(b for table in blocks._tables.values() for b in table)
+        free = list(blocks._blank) + list(blocks._kept)
+        assert sorted([*holders, *free]) == list(range(blocks.num_blocks))
+        assert [holders[b] for b in range(blocks.num_blocks)] == blocks._num_holders
+        assert all(b in blocks._hash_of for b, n in holders.items() if n > 1)
+        assert {h: b for b, h in blocks._hash_of.items()} == blocks._block_of
+        assert set(blocks._kept) == set(blocks._hash_of) - set(holders)
         running = self.coordinator._scheduler.running
         assert set(blocks._tables) == {r.admission for r in running}
         slots = [r.slot for r in running] + self.coordinator._scheduler._free_slots

@@ -161,7 +161,7 @@ def test_restart_goes_on_with_the_stream_and_drops_late_reports() -> None:
         group.send()
         group.report()
     group.send()
-    late = group.shard.execute(group.sent[-1])
+    late = group.execute()
     group.coordinator.restart(1)
     group.coordinator.process(late)
     assert group.coordinator.take_updates() == []
@@ -188,7 +188,7 @@ def test_reports_that_do_not_answer_the_step_in_flight_are_errors() -> None:
     group = Group()
     group.coordinator.submit(request(max_tokens=9))
     group.send()
-    right = group.shard.execute(group.sent[-1])
+    right = group.execute()
 
     def report(**changes) -> StepOutput:
         values = {f: getattr(right, f) for f in right.__struct_fields__}

@@ -52,8 +52,13 @@ def test_two_requests_push_each_other_out(num_blocks) -> None:
     assert stats.num_prompt_tokens == 4
 
 
-def test_the_youngest_is_preempted_and_comes_back_as_chunks() -> None:
-    group = Group(group_config(block_size=1, num_kv_blocks=12, num_speculative_tokens=0))
+@pytest.mark.parametrize("is_caching", [False, True])
+def test_the_youngest_is_preempted_and_comes_back_as_chunks(is_caching) -> None:
+    group = Group(
+        group_config(
+            block_size=1, num_kv_blocks=12, num_speculative_tokens=0, enable_prefix_caching=is_caching
+        )
+    )
     for i in range(2):
         group.coordinator.submit(request(f"r{i}", [i, 7], max_tokens=8))
     while group.coordinator.stats().num_preemptions == 0:
@@ -64,7 +69,13 @@ def test_the_youngest_is_preempted_and_comes_back_as_chunks() -> None:
     assert state in group.coordinator._scheduler.waiting
     group.run()
     readmission = next(m for m in group.sent if any(a.admission == 3 for a in m.admit))
-    assert readmission.ids.tolist() == committed
+    if is_caching:  # what nobody has written over is not computed again, but for its last row
+        assert 1 < len(readmission.ids) < len(committed)
+        assert readmission.ids.tolist() == committed[-len(readmission.ids) :]
+        assert readmission.readonly.tolist() == [1]
+        assert group.updates_of("r1")[-1].num_cached_tokens == 0  # of the prompt, when it first came
+    else:
+        assert readmission.ids.tolist() == committed
     assert [a.prompt_len for a in readmission.admit] == [2]
     assert group.tokens("r1") == stream([1, 7], 5, 8)
 

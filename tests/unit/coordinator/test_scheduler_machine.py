@@ -19,6 +19,9 @@ from hypothesis.stateful import (
 from actors.requests import Request, RequestFailed
 from kernels_integration.errors import DuplicateRequestError, InvalidRequestError
 
+BEGINNING = tuple(n % 5 for n in range(33))
+"""Prompts share parts of it, so that they find each other's blocks."""
+
 
 def expected_end(r: Request, max_model_len: int) -> tuple[list[int], str, int | None]:
     """Completion, finish_reason, matched_stop: one token at a time, from the definition."""
@@ -56,16 +59,21 @@ class GroupMachine(RuleBasedStateMachine):
             decode_context_parallel_size=dcp,
             tensor_parallel_size=dcp,
             cp_kv_cache_interleave_size=interleave,
+            scheduling_policy=data.draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
+            long_prefill_token_threshold=data.draw(st.sampled_from([0, 0, 1, 5])),
+            enable_prefix_caching=data.draw(st.sampled_from([True, True, True, False])),
+            prefix_caching_hash_algo=data.draw(st.sampled_from(["xxhash", "sha256"])),
         )
+        self.max_in_flight = data.draw(st.integers(1, 3))
         self.group = Group(
             config,
+            max_steps_in_flight=self.max_in_flight,
             draft_policy=None if policy == "ceiling" else getattr(self, f"_{policy.replace(' ', '_')}"),
         )
         self.submitted: list[Request] = []
         self.live: dict[str, Request] = {}
         self.calm = data.draw(st.booleans())
         self.received: dict[str, list[int]] = {}
-        self.in_flight = False
         self.epoch = 0
         self.seen = 0
 
@@ -76,15 +84,19 @@ class GroupMachine(RuleBasedStateMachine):
         return self.random.choice([0] * 40 + [1, 8])
 
     @rule(
-        prompt=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+        beginning=st.sampled_from([(), BEGINNING[:15], BEGINNING[:16], BEGINNING[:17], BEGINNING]),
+        end=st.lists(st.integers(0, 3), max_size=40),
         max_tokens=st.sampled_from([None, None, 1, 2, 10, 40]),
         seed=st.integers(0, 2**64 - 1),
         eos=st.sampled_from([(), (), (7,), (7, 8)]),
         stop=st.sampled_from([(), (), (9,), (7, 9)]),
         ignore_eos=st.booleans(),
+        salt=st.sampled_from([None, None, "a", "b"]),
+        priority=st.integers(-1, 1),
     )
-    def submit(self, prompt, max_tokens, seed, eos, stop, ignore_eos) -> None:
+    def submit(self, beginning, end, max_tokens, seed, eos, stop, ignore_eos, salt, priority) -> None:
         config = self.group.config
+        prompt = [*beginning, *end][:40] or [0]
         r = request(
             f"r{len(self.submitted)}",
             prompt,
@@ -93,6 +105,8 @@ class GroupMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             stop_token_ids=stop,
             ignore_eos=ignore_eos,
+            cache_salt=salt,
+            priority=priority,
         )
         limit = min(config.max_model_len, len(prompt) + (max_tokens or 10**9))
         fits = (
@@ -108,24 +122,28 @@ class GroupMachine(RuleBasedStateMachine):
         self.live[r.request_id] = r
         self.received[r.request_id] = []
 
-    @precondition(lambda self: not self.in_flight)
+    @precondition(lambda self: self.group.num_in_flight < self.max_in_flight)
     @rule()
     def send(self) -> None:
-        self.in_flight = self.group.send()
-        assert self.in_flight == bool(self.live)
+        is_idle = not self.group.num_in_flight
+        sent = self.group.send()
+        if is_idle:
+            assert sent == bool(self.live)
 
-    @precondition(lambda self: self.in_flight)
+    @precondition(lambda self: self.group.num_in_flight)
     @rule()
     def report(self) -> None:
-        assert self.group.coordinator.schedule() is None
+        if self.group.num_in_flight == self.max_in_flight:
+            assert self.group.coordinator.schedule() is None
         self.group.report()
-        self.in_flight = False
 
-    @precondition(lambda self: not self.in_flight)
     @rule(steps=st.integers(1, 8))
     def run_steps(self, steps) -> None:
+        """With as many steps in flight as may be."""
         for _ in range(steps):
-            if self.group.send():
+            while self.group.send():
+                pass
+            if self.group.num_in_flight:
                 self.group.report()
                 self._read_updates()
 
@@ -150,13 +168,8 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live and not self.calm)
     @rule()
     def restart(self) -> None:
-        late = self.group.shard.execute(self.group.sent[-1]) if self.in_flight else None
         self.epoch += 1
-        self.group.coordinator.restart(self.epoch)
-        if late is not None:
-            self.group.coordinator.process(late)  # a report of the older epoch is dropped
-        self.group.shard.lose_state()
-        self.in_flight = False
+        self.group.restart(self.epoch)
 
     @invariant()
     def holds(self) -> None:
@@ -188,19 +201,17 @@ class GroupMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "group"):
             return
-        if self.in_flight:
-            self.group.report()
-        self._read_updates()
         # In every step somebody commits a token or computes a row that only a preemption can undo.
         most = sum(len(r.prompt_token_ids) + 40 + self.group.config.max_model_len for r in self.live.values())
-        self.group.run(max_steps=2 * most + 1)
+        self.group.run(max_steps=2 * most + 4)
         self._read_updates()
         assert not self.live
         stats = self.group.coordinator.stats()
         assert stats.num_used_blocks == 0
         if self.epoch == 0 and stats.num_aborted == 0:
-            assert sum(stats.proposed) == self.group.shard.num_proposed
-            assert sum(stats.accepted) == self.group.shard.num_accepted
+            if self.max_in_flight == 1:  # else steps in flight of who has ended or was preempted do not count
+                assert sum(stats.proposed) == self.group.shard.num_proposed
+                assert sum(stats.accepted) == self.group.shard.num_accepted
             assert stats.num_generated_tokens == sum(map(len, self.received.values()))
 
 
