@@ -1,11 +1,13 @@
 """A shard under Ray's supervision: arguments and exit. The work is ShardLoop's."""
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import ray
 
 from actors.actor_process import ActorProcess
+from actors.model.load_progress import LoadProgress, LoadState
 from actors.model_location import to_local
 from actors.shard_spec import ShardSpec
 
@@ -20,6 +22,7 @@ class ShardActor(ActorProcess):
 
     def __init__(self) -> None:
         self._loop: ShardLoop | None = None
+        self._load_progress = LoadProgress()
 
     def can_share_memory(self) -> bool:
         """Whether shards on this node may talk through shared memory."""
@@ -33,8 +36,13 @@ class ShardActor(ActorProcess):
         from actors.shard.build import build_shard
         from actors.shard_loop import ShardLoop
 
-        self._loop = ShardLoop(dataclasses.replace(spec, config=to_local(spec.config)), build_shard)
+        build = functools.partial(build_shard, progress=self._load_progress)
+        self._loop = ShardLoop(dataclasses.replace(spec, config=to_local(spec.config)), build)
         self._loop.load()
+
+    def load_progress(self) -> LoadState:
+        """How far `load` has come with the weights; ask in the control group."""
+        return self._load_progress.state()
 
     def take_spans(self) -> "list[Span]":
         """Where the time went since the last call; empty unless the group is traced."""

@@ -22,6 +22,7 @@ from actors.model_location import to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import ShardSpec
 from cluster import placement
+from cluster.load_report import describe_load
 from cluster.ray_session import RaySession
 from kernels_integration.errors import CollectiveError, LatentrayError, UnavailableError
 
@@ -204,11 +205,20 @@ class _Group:
             )
             for rank, shard in enumerate(shards)
         ]
-        _wait(loads, f"{len(shards)} shards to load the model", progress)
+        _wait(loads, lambda: f"{len(shards)} shards to load the model{self._load_state()}", progress)
         for shard in shards:
             shard.run = shard.actor.run.remote()
         self._await_ready(coordinator, len(shards))
         self._supervisor.start()
+
+    def _load_state(self) -> str:
+        """What the shards have read, as the end of a message; "" while one does not answer."""
+        asked = [member.ask("load_progress") for member in self.members[1:]]
+        try:
+            told = describe_load(ray.get(asked, timeout=1))
+        except ray.exceptions.RayError:
+            return ""
+        return f": {told}" if told else ""
 
     def ask_all(self, method: str) -> dict[str, int]:
         """The answers of the actors that live, by name."""
@@ -307,14 +317,17 @@ def _ticking(progress: Callable[[str], None], what: str) -> Iterator[None]:
         ticker.join()
 
 
-def _wait(references: Sequence[Any], what: str, progress: Callable[[str], None]) -> list[Any]:
+def _wait(
+    references: Sequence[Any], what: str | Callable[[], str], progress: Callable[[str], None]
+) -> list[Any]:
     """The results, in order; the first failure is raised as the error that it is."""
     start_s = time.monotonic()
     pending = list(references)
     while pending:
-        progress(f"waiting for {what} ({time.monotonic() - start_s:.0f} s)")
+        text = what if isinstance(what, str) else what()
+        progress(f"waiting for {text} ({time.monotonic() - start_s:.0f} s)")
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=1)
-        failures = [error for reference in done if (error := _error_of(reference, what)) is not None]
+        failures = [error for reference in done if (error := _error_of(reference, text)) is not None]
         if failures:  # where one rank fails, its peers fail in their collectives
             raise min(failures, key=lambda error: isinstance(error, CollectiveError))
     return [ray.get(reference) for reference in references]

@@ -4,6 +4,7 @@ import torch
 
 from actors.config import GroupConfig
 from actors.model.config import ModelConfig
+from actors.model.load_progress import LoadProgress
 from actors.model.model import load_model
 from actors.shard.shard import Shard
 from kernels_integration.collectives import Collectives
@@ -15,12 +16,17 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 def build_shard(
-    config: GroupConfig, *, tp: Collectives, dcp_comm: Collectives, spans: Spans | None = None
+    config: GroupConfig,
+    *,
+    tp: Collectives,
+    dcp_comm: Collectives,
+    spans: Spans | None = None,
+    progress: LoadProgress | None = None,
 ) -> Shard:
     """Load this rank's slice of the checkpoint and allocate its KV cache.
 
     tp: all ranks of the group; dcp_comm: the ranks of this rank's DCP group (consecutive TP ranks).
-    spans: where the rank's time is recorded, if config.trace.
+    spans: where the rank's time is recorded, if config.trace. progress: told of the bytes of the weights.
     Errors: CheckpointError naming every tensor that does not fit.
     """
     spans = spans or Spans(is_on=config.trace)
@@ -38,6 +44,7 @@ def build_shard(
         num_mtp_layers=num_mtp_layers,
         expert_parallel=config.enable_expert_parallel,
         spans=spans,
+        progress=progress,
     )
     num_layers = model_config.num_hidden_layers + num_mtp_layers
     cache = KVCache.allocate(

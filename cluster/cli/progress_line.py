@@ -5,9 +5,9 @@ import sys
 import time
 from typing import TextIO
 
-_SECONDS = re.compile(r" \(\d+ s\)$")
+_CHANGING = re.compile(r"(: [^:]+ left)? \(\d+ s\)$")
 _REPEAT_S = 10.0
-"""In a log, a message whose seconds alone have changed is repeated this often."""
+"""In a log, a message of which only seconds and bytes have changed is repeated this often."""
 
 
 class ProgressLine:
@@ -28,7 +28,7 @@ class ProgressLine:
             self._stream.write(f"\r\x1b[K[{self.elapsed_s:5.1f} s] {message}")
             self._stream.flush()
             return
-        text, now_s = _SECONDS.sub("", message), time.monotonic()
+        text, now_s = _CHANGING.sub("", message), time.monotonic()
         if text != self._shown or now_s - self._shown_s >= _REPEAT_S:
             self._stream.write(f"[{self.elapsed_s:5.1f} s] {message}\n")
             self._stream.flush()
