@@ -5,7 +5,7 @@ import torch
 from groups_for_tests import Rank
 from random_checkpoint import write_random_checkpoint
 from rows_for_tests import Chunk
-from transformers_reference import MtpReference, Reference
+from transformers_reference import MtpReference, Reference, set_latent_eps
 
 VARIANTS = {
     "base": {},
@@ -22,12 +22,8 @@ def test_logits_and_mtp_equal_transformers(tmp_path, variant):
     path = write_random_checkpoint(tmp_path, VARIANTS[variant])
     reference = Reference(path)
     mtp_reference = MtpReference(reference)
-    # transformers gives q_a_layernorm and kv_a_layernorm eps 1e-6 whatever the config says; released code and
-    # vLLM follow the config, and so do we.
-    blocks = [*reference.model.model.layers, mtp_reference.block]
-    for block in blocks:
-        block.self_attn.q_a_layernorm.variance_epsilon = reference.config.rms_norm_eps
-        block.self_attn.kv_a_layernorm.variance_epsilon = reference.config.rms_norm_eps
+    reference.follow_the_config_in_latent_norms()
+    set_latent_eps(mtp_reference.block, reference.config.rms_norm_eps)
 
     ids = torch.randint(3, 101, (72,), generator=torch.Generator().manual_seed(5)).tolist()
     n = len(ids) - 1

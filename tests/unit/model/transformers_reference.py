@@ -1,4 +1,4 @@
-"""transformers' DeepSeek-V3.2, float32 eager, as the reference; it tells where an indexer near-tie decides.
+"""transformers, float32 eager, as the reference; it tells where an indexer near-tie decides.
 
 Where the last key kept and the first dropped differ by less than float32 resolves, another summation order
 keeps another key, and logits then differ by 0.1 to 1. Such positions and what follows them prove nothing.
@@ -27,7 +27,10 @@ class Reference:
         transformers.logging.disable_progress_bar()
         self.path = path
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
+            path,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",  # the grouped product takes no widths of odd bytes
         ).eval()
         self.config = self.model.config
         self._gaps: list[Tensor] = []
@@ -66,6 +69,21 @@ class Reference:
         h = self.model.model(torch.tensor([list(token_ids)]), use_cache=False).last_hidden_state[0]
         return h, self._take_first_near_tie(len(token_ids))
 
+    def follow_the_config_in_latent_norms(self) -> None:
+        """transformers gives q_a_layernorm and kv_a_layernorm eps 1e-6 whatever the config says.
+
+        Released code and vLLM follow the config, and so does this project.
+        """
+        for layer in self.model.model.layers:
+            set_latent_eps(layer, self.config.rms_norm_eps)
+
+
+def set_latent_eps(layer: torch.nn.Module, eps: float) -> None:
+    for name in ("q_a_layernorm", "kv_a_layernorm"):
+        norm = getattr(layer.self_attn, name)
+        if norm is not None:
+            norm.variance_epsilon = eps
+
 
 class MtpReference:
     """The first MTP layer, put together from the decoder layer class of transformers."""
@@ -75,8 +93,12 @@ class MtpReference:
         layer = reference.config.num_hidden_layers
         config = copy.deepcopy(reference.config)
         config.num_hidden_layers = layer + 1
-        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+        if hasattr(config, "mlp_layer_types"):
+            config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+        if hasattr(config, "indexer_types"):
+            config.indexer_types = [*config.indexer_types, "full"]
         config._attn_implementation = "eager"
+        config._experts_implementation = "eager"
         self.reference = reference
         self.rotary = base.rotary_emb
         self.block = type(base.layers[-1])(config, layer).eval()
