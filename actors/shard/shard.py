@@ -15,6 +15,7 @@ from actors.config import GroupConfig
 from actors.messages import StepInput, StepOutput, TokenLogprobs
 from actors.model.model import Model
 from actors.shard.block_tables import BlockTables
+from actors.shard.mtp_modules import MtpModules
 from actors.shard.pending import PendingRows
 from actors.shard.prompt_logprobs import PromptLogprobs
 from actors.shard.sampling_state import SamplingState
@@ -79,6 +80,9 @@ class Shard:
             hidden_size=model.config.hidden_size,
             dtype=model.dtype,
         )
+        self._mtp_modules = MtpModules(
+            model, num_slots=config.max_num_seqs, run=self._mtp, make_rows=self._mtp_rows
+        )
         self._admission = np.full(config.max_num_seqs, -1, np.int64)
 
     @torch.inference_mode()
@@ -128,40 +132,51 @@ class Shard:
                     self._pending.confirm(slot, accepted)
 
     def _draft(self, rows: StepRows) -> Tensor:
-        """[sum k] int64 draft tokens, packed by request: the pending rows, then k - 1 single rows."""
+        """[sum k] int64 draft tokens, packed by request: from pending rows, then from the drafted ones."""
         if not rows.fill.any():
             return torch.empty(0, dtype=torch.int64)
-        state = self._fill(rows)
+        anchor_states = self._fill(rows)
+        num_modules = self._mtp_modules.num_modules
+        states = anchor_states[0].unsqueeze(1)
         num_drafting, k_max = rows.num_drafting(0), int(rows.k[0])
         drafts = torch.empty(num_drafting, k_max, dtype=torch.int64)
         for i in range(k_max):
             active = rows.num_drafting(i)
             slots, anchors = rows.slots[:active], rows.starts[:active]
-            tokens = self._sample_tokens(state[:active], slots, anchors + i + 1, drafts[:active, :i])
-            drafts[:active, i] = tokens
-            following = rows.num_drafting(i + 1)
+            drafts[:active, i] = self._sample_tokens(
+                states[:active, -1], slots, anchors + i + 1, drafts[:active, :i]
+            )
+            following, num_rows = rows.num_drafting(i + 1), min(i + 1, num_modules)
             if following:
                 slots, anchors = rows.slots[:following], rows.starts[:following]
-                ones = np.ones(following, np.int64)
-                row_batch = self._mtp_rows(slots, anchors + i + 1, ones)
-                state = self._mtp(tokens[:following], state[:following], row_batch)
+                drafted = drafts[:following, i + 1 - num_rows : i + 1]
+                states = self._mtp_modules.run_drafted(i + 1, slots, anchors, drafted, states[:following])
+                if i + 1 < num_modules:  # the next module has yet to see the first draft
+                    states = torch.cat((anchor_states[i + 1][:following].unsqueeze(1), states), dim=1)
         if num_drafting and rows.k[num_drafting - 1] == k_max:
             return drafts.reshape(-1)
         return drafts[torch.arange(k_max) < torch.from_numpy(rows.k[:num_drafting, None])]
 
-    def _fill(self, rows: StepRows) -> Tensor:
-        """Run the MTP layer over the pending rows; the states of the drafting requests' anchors.
+    def _fill(self, rows: StepRows) -> list[Tensor]:
+        """Run the MTP modules over the pending rows; per module the states of the drafting requests' anchors.
 
         Requests are ordered by their number of pending rows, so that equal ones form one row group.
         """
         slots = rows.slots[: rows.num_verifies][rows.fill]
         order = np.argsort(self._pending.counts(slots), kind="stable")
         fill = self._pending.take(slots[order])
-        row_batch = self._mtp_rows(slots[order], fill.starts, fill.counts)
-        state = self._mtp(fill.token_ids, fill.hidden, row_batch)
-        anchor_rows = np.empty_like(order)
-        anchor_rows[order] = np.cumsum(fill.counts) - 1
-        return state[torch.from_numpy(anchor_rows[: rows.num_drafting(0)])]
+        last_states = self._mtp_modules.fill(
+            slots[order],
+            fill.starts,
+            fill.counts,
+            fill.token_ids,
+            fill.hidden,
+            last_rows=np.cumsum(fill.counts) - 1,
+        )
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        drafting = torch.from_numpy(place[: rows.num_drafting(0)])
+        return [states[drafting] for states in last_states]
 
     def _verify(self, step: StepInput, rows: StepRows, drafts: Tensor) -> Tensor:
         """[T, hidden] states of the target over anchors, drafts and chunk rows, in one forward."""
@@ -198,10 +213,14 @@ class Shard:
             return sample(self._model.logits(state), self._model.vocab_start, sampling, self._tp).tokens
 
     def _fill_prompt(self, step: StepInput, rows: StepRows, hidden: Tensor) -> None:
-        """Run the MTP layer over the chunks' own rows: slot p from h[p-1] and t[p]; slot 0 stays empty."""
+        """Run the MTP modules over the chunks' own rows: slot p from h[p-1] and t[p]; slot 0 stays empty.
+
+        Of leading rows that the target does not write, the first gives only its h.
+        """
         chunks = slice(rows.num_verifies, None)
         slots, starts, counts = rows.slots[chunks], rows.starts[chunks], rows.counts[chunks]
-        firsts = np.maximum(starts + rows.readonly[chunks], 1)
+        readonly = rows.readonly[chunks]
+        firsts = np.maximum(starts + np.minimum(readonly, 1), 1)
         fills = starts + counts - firsts
         if not fills.sum():
             return
@@ -220,8 +239,15 @@ class Shard:
             chunk_hidden = torch.cat([chunk_hidden, carried])
         token_ids = torch.from_numpy(step.ids.astype(np.int64)[first_rows[request] + offsets])
         filled = fills > 0
-        row_batch = self._mtp_rows(slots[filled], firsts[filled], fills[filled])
-        self._mtp(token_ids, chunk_hidden[torch.from_numpy(previous)], row_batch)
+        self._mtp_modules.fill(
+            slots[filled],
+            firsts[filled],
+            fills[filled],
+            token_ids,
+            chunk_hidden[torch.from_numpy(previous)],
+            last_rows=np.cumsum(fills[filled]) - 1,
+            readonly=np.maximum(readonly[filled] - 1, 0),
+        )
 
     def _keep_hidden(self, rows: StepRows, hidden: Tensor) -> None:
         """States wait for the MTP layer: all verify rows, and the last row of each chunk."""
@@ -236,11 +262,14 @@ class Shard:
             hidden if len(kept) == len(hidden) else hidden[torch.from_numpy(kept)],
         )
 
-    def _mtp_rows(self, slots: Int64s, starts: Int64s, counts: Int64s) -> RowBatch:
-        return self._tables.rows(slots, starts, counts, visible_from=self._pending.mtp_from(slots))
+    def _mtp_rows(
+        self, module: int, slots: Int64s, starts: Int64s, counts: Int64s, readonly: Int64s | None
+    ) -> RowBatch:
+        visible_from = self._pending.mtp_from(slots) + module
+        return self._tables.rows(slots, starts, counts, visible_from=visible_from, readonly=readonly)
 
-    def _mtp(self, token_ids: Tensor, previous: Tensor, row_batch: RowBatch) -> Tensor:
-        return self._model.mtp_forward(token_ids, previous, row_batch, self._cache, self._planner())
+    def _mtp(self, module: int, token_ids: Tensor, previous: Tensor, rows: RowBatch) -> Tensor:
+        return self._model.mtp_forward(token_ids, previous, rows, self._cache, self._planner(), module=module)
 
     def _planner(self) -> StepPlanner:
         # Under DCP the KV that a rank owns of a selection differs by layer, so does the split.
