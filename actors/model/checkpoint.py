@@ -103,7 +103,7 @@ class Checkpoint:
                 )
             raise CheckpointError(
                 f"{self.path}: the weights cannot be loaded as config.json describes them "
-                f"({len(problems)} problems):\n" + "\n".join(lines)
+                f"({len(problems)} problem{'s' if len(problems) > 1 else ''}):\n" + "\n".join(lines)
             )
 
     def read(

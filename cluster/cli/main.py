@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from cluster import __version__
-from cluster.cli import batch, bench, config, demo, doctor, generate, serve, status
+from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status
+from cluster.config.sources import refuse_no_setting
 from cluster.errors import EXIT_INTERNAL, outcome
 from kernels_integration.errors import LatentrayError
 
@@ -30,6 +31,7 @@ app.command("generate")(generate.generate)
 app.command("batch")(batch.batch)
 app.command("bench")(bench.bench)
 app.command("status")(status.status)
+app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")
 
@@ -62,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     Codes: 0 ok, 2 usage, 3 partly failed, 4 unavailable, 5 internal, 130 interrupted.
     """
     try:
+        for argument in sys.argv[1:] if argv is None else argv:
+            if argument.startswith("--"):
+                refuse_no_setting(argument[2:].partition("=")[0].replace("-", "_"))
         app(args=argv, prog_name="latentray")
     except LatentrayError as error:
         print(f"latentray: {error}", file=sys.stderr)

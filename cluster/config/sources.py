@@ -17,6 +17,12 @@ PREFIX = "LATENTRAY_"
 OTHER_VARIABLES = frozenset({"LATENTRAY_CONFIG", "LATENTRAY_SERVER"})
 """Variables that are no setting of the engine: the config file, and the server that clients ask."""
 
+NOT_SETTINGS = {
+    "trust_remote_code": "there is no trust_remote_code: nothing in a checkpoint is executed. Models are "
+    "built in, weights are read from safetensors alone, and auto_map in config.json is ignored; leave it out",
+}
+"""Names that other engines know, and why they have no place here."""
+
 Args = TypeVar("Args", bound=EngineArgs)
 Args_co = TypeVar("Args_co", bound=EngineArgs, covariant=True)
 Spelling = Literal["flag", "keyword"]
@@ -44,6 +50,12 @@ class _Layer:
 
 def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def refuse_no_setting(field: str) -> None:
+    """Errors: ConfigError that explains one of NOT_SETTINGS."""
+    if field in NOT_SETTINGS:
+        raise ConfigError(NOT_SETTINGS[field])
 
 
 def setting_of(cls: type[EngineArgs], field: str) -> Setting:
@@ -93,6 +105,7 @@ def load_settings(
 def _given_layer(cls: type[EngineArgs], given: Mapping[str, Any], spelling: Spelling) -> _Layer:
     """Flags that were not set are None; a keyword of None means the default as well."""
     for name in given.keys() - cls.model_fields.keys():
+        refuse_no_setting(name)
         raise ConfigError(
             f"unknown keyword {name}{nearest(name, cls.model_fields)} "
             f"(legal keywords: {', '.join(cls.model_fields)})"
@@ -110,6 +123,7 @@ def _environment_layer(environ: Mapping[str, str]) -> _Layer:
         if not name.startswith(PREFIX) or name in OTHER_VARIABLES:
             continue
         if name not in legal:
+            refuse_no_setting(name.removeprefix(PREFIX).lower())
             raise ConfigError(
                 f"unknown environment variable {name}{nearest(name, legal)} "
                 f"(unset it, or use {PREFIX} and the name of a flag)"
@@ -138,6 +152,7 @@ def _file_layer(path: Path) -> _Layer:
     for key, value in content.items():
         field = str(key).replace("-", "_")
         if field not in ServeArgs.model_fields:
+            refuse_no_setting(field)
             legal = [name.replace("_", "-") for name in ServeArgs.model_fields]
             raise ConfigError(
                 f"config file {path}: unknown setting {key}{nearest(field.replace('_', '-'), legal)} "

@@ -164,7 +164,7 @@ def test_an_unreadable_file_does_not_flood_the_list(path):
     num = sum(file == "b.safetensors" for file in weight_map.values())
     assert f"missing     {num} tensors, unless the files that cannot be read hold them" in message
     write_index(path, weight_map)
-    assert "(1 problems)" in refusal(path)
+    assert "(1 problem)" in refusal(path)
 
 
 def test_long_lists_are_cut(path):

@@ -235,7 +235,7 @@ def test_packed_tensors_without_a_word_in_the_config(tmp_path):
     path = write_random_checkpoint(tmp_path)
     change(path, pack)
     message = refusal(path)
-    assert "(1 problems)" in message
+    assert "(1 problem)" in message
     assert "108 tensors such as model.layers." in message
     assert " hold packed integers (AWQ or GPTQ); supported" in message
     assert "supported: bfloat16" in message
