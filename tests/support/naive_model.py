@@ -51,16 +51,18 @@ class NaiveModel:
         x, _ = self._layer(prefix, x, positions, None, dense_mlp=False)
         return self._rms(x, f"{prefix}shared_head.norm.weight")
 
-    def greedy_drafts(self, token_ids: Sequence[int], num_drafts: int) -> list[int]:
+    def greedy_drafts(
+        self, token_ids: Sequence[int], num_drafts: int, hidden: Tensor | None = None
+    ) -> list[int]:
         """What follows token_ids by the MTP modules alone: draft i from module i modulo their number.
 
         The row of module j at position p takes t[p] and the state at p-1: of module j-1, or of the target.
         A module that is used again keeps the rows that it had, and adds one for each module from the states
-        of the module before it.
+        of the module before it. `hidden` are the states of all but the last token, where they are known.
         """
         ids = list(token_ids)
         num_modules = self.config["num_nextn_predict_layers"]
-        state = self.hidden(ids[:-1])
+        state = self.hidden(ids[:-1]) if hidden is None else hidden
         inputs: list[Tensor] = []
         drafts: list[int] = []
         for i in range(num_drafts):
