@@ -16,6 +16,8 @@ class GroupConfig:
     enable_expert_parallel: bool = False
     """Whole routed experts on each shard, instead of a part of each expert."""
     num_speculative_tokens: int = 0
+    num_mtp_modules: int = 1
+    """MTP layers that draft, at least 1. As many rows before the end of a prefix hit are computed again."""
     max_model_len: int
     """Tokens of prompt and completion together, at most."""
     max_num_seqs: int

@@ -1,7 +1,8 @@
 """The coordinator's loop: requests in, steps out, reports in, updates out. One thread, no Ray.
 
 The loop sleeps in poll() until a message, a command of another thread or the next tick. A report is
-answered with the next step before its updates are sent, so that the shards do not wait for them.
+answered with the next step before its updates are sent, so that the shards do not wait for them; in
+deferred mode the next step waits at the shards already, and all of this happens while they run it.
 """
 
 import contextlib
@@ -72,7 +73,7 @@ class CoordinatorLoop:
         self._clock = clock
         self._owners: dict[str, ClientId] = {}
         """Front end of each live request."""
-        self._step_in_flight: int | None = None
+        self._steps_in_flight: set[int] = set()
         self._failure: LatentrayError | None = None
         self._ended = threading.Event()
         self._was_healthy = False
@@ -146,8 +147,8 @@ class CoordinatorLoop:
         for message in self._shards.receive():
             if isinstance(message, ShardFailure):
                 self._give_up(f"shard {message.rank} failed: {message.text} [{message.code}]")
-            elif self._failure is None and message.step == self._step_in_flight:
-                self._step_in_flight = None
+            elif self._failure is None and message.step in self._steps_in_flight:
+                self._steps_in_flight.remove(message.step)
                 self._coordinator.process(message)
                 self._schedule()
 
@@ -184,10 +185,11 @@ class CoordinatorLoop:
             self._coordinator.abort(request_ids)
 
     def _schedule(self) -> None:
-        if self._step_in_flight is not None or self._failure is not None or not self._shards.is_ready:
+        """Send steps until the coordinator wants a report first."""
+        if self._failure is not None or not self._shards.is_ready:
             return
-        if self._coordinator.has_work and (step := self._coordinator.schedule()) is not None:
-            self._step_in_flight = step.step
+        while self._coordinator.has_work and (step := self._coordinator.schedule()) is not None:
+            self._steps_in_flight.add(step.step)
             self._shards.send(step)
 
     def _send_updates(self) -> None:

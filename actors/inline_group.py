@@ -1,7 +1,7 @@
 """A whole group inside this process, without Ray or sockets: for notebooks, tests and debugging.
 
-The same coordinator and shards as on a cluster. One rank runs in the caller's thread; more run as
-threads that meet in in-process collectives.
+The same coordinator and shards as on a cluster. Each rank is a thread; they meet in in-process
+collectives. In deferred mode they run the next step while the caller reads the last one's tokens.
 """
 
 import queue
@@ -46,29 +46,15 @@ class InlineGroup:
         return self._coordinator.stats()
 
     def step(self) -> list[RequestUpdate | RequestFailed]:
-        """Run one step, if anything can be scheduled, and return what became known."""
-        step = self._coordinator.schedule()
-        if step is not None:
-            self._coordinator.process(self._shards.execute(step))
+        """Send what can be scheduled, wait for one report, and return what became known."""
+        while (step := self._coordinator.schedule()) is not None:
+            self._shards.send(step)
+        if self._coordinator.num_outstanding_steps:
+            self._coordinator.process(self._shards.next_report())
         return self._coordinator.take_updates()
 
     def close(self) -> None:
         self._shards.close()
-
-
-class _CallerShard:
-    """The only rank, run by the caller."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-
-    def execute(self, step: StepInput) -> StepOutput:
-        outputs: list[StepOutput] = []
-        self._shard.execute(step, outputs.append)
-        return outputs[0]
-
-    def close(self) -> None:
-        pass
 
 
 class _ThreadedShards:
@@ -87,14 +73,20 @@ class _ThreadedShards:
         ]
         for thread in self._threads:
             thread.start()
-        self._collect()  # every rank has loaded
+        self._wait_loaded()
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def send(self, step: StepInput) -> None:
         for inbox in self._inboxes:
             inbox.put(step)
-        output = self._collect()
-        assert output is not None, "rank 0 did not report"
-        return output
+
+    def next_report(self) -> StepOutput:
+        """Wait for rank 0's next report. Errors: the first cause of a failure of any rank."""
+        result = self._results.get()
+        if isinstance(result, Exception):
+            self._results.put(result)  # whoever asks again shall not wait for ever
+            raise result
+        assert result is not None
+        return result
 
     def close(self) -> None:
         for inbox in self._inboxes:
@@ -103,39 +95,35 @@ class _ThreadedShards:
             thread.join()
 
     def _run(self, rank: int) -> None:
-        # The ranks share the cores: threads inside operators would only slow each other down.
-        torch.set_num_threads(1)
+        if len(self._inboxes) > 1:
+            # The ranks share the cores: threads inside operators would only slow each other down.
+            torch.set_num_threads(1)
         try:
             shard = self._build(rank)
             self._results.put(None)
             while (step := self._inboxes[rank].get()) is not None:
-                outputs: list[StepOutput] = []
-                shard.execute(step, outputs.append)
-                self._results.put(outputs[0] if outputs else None)
+                shard.execute(step, self._results.put)
         except Exception as error:
+            self._results.put(error)  # before the others fail for want of this rank
             for member in self._collectives[rank]:
                 member.close()
-            self._results.put(error)
 
-    def _collect(self) -> StepOutput | None:
-        """Wait for every rank; the first cause of a failure is raised."""
-        results = [self._results.get() for _ in self._threads]
-        errors = [result for result in results if isinstance(result, Exception)]
-        if errors:
-            raise next((e for e in errors if getattr(e, "code", "") != "collective_failed"), errors[0])
-        return next((result for result in results if isinstance(result, StepOutput)), None)
+    def _wait_loaded(self) -> None:
+        for _ in self._threads:
+            if isinstance(result := self._results.get(), Exception):
+                raise result
 
 
-def _start_shards(config: GroupConfig) -> _CallerShard | _ThreadedShards:
+def _start_shards(config: GroupConfig) -> _ThreadedShards:
     size, dcp_size = config.tensor_parallel_size, config.decode_context_parallel_size
-    if size == 1:
-        return _CallerShard(build_shard(config, tp=SoloCollectives(), dcp_comm=SoloCollectives()))
-    tp = InProcessCollectives.create(size)
-    dcp: list[Collectives] = []
-    for _ in range(size // dcp_size):
-        dcp.extend(InProcessCollectives.create(dcp_size) if dcp_size > 1 else [SoloCollectives()])
+    tp = _collectives(size)
+    dcp = [member for _ in range(size // dcp_size) for member in _collectives(dcp_size)]
 
     def build(rank: int) -> Shard:
         return build_shard(config, tp=tp[rank], dcp_comm=dcp[rank])
 
     return _ThreadedShards(size, build, [[tp[rank], dcp[rank]] for rank in range(size)])
+
+
+def _collectives(size: int) -> list[Collectives]:
+    return list(InProcessCollectives.create(size)) if size > 1 else [SoloCollectives()]

@@ -94,11 +94,14 @@ class RequestState:
     def finish_reason(self) -> FinishReason | None:
         return self.stop.finish_reason
 
-    def admit(self, admission: int, slot: int, *, num_hit_tokens: int) -> None:
-        """After a hit of n tokens the first row is n - 1: its hidden state is needed, its KV is there."""
+    def admit(self, admission: int, slot: int, *, num_hit_tokens: int, num_repeated: int) -> None:
+        """After a hit of n tokens the first row is n - 1: its hidden state is needed, its KV is there.
+
+        num_repeated: how many such rows, one for each MTP module.
+        """
         self.admission, self.slot = admission, slot
         self.num_hit_tokens = num_hit_tokens
-        self.num_computed = max(num_hit_tokens - 1, 0)
+        self.num_computed = max(num_hit_tokens - num_repeated, 0)
         self.num_accepted = self.num_pending = 0
         if self.num_cached_tokens is None:
             self.num_cached_tokens = min(num_hit_tokens, len(self.tokens) - 1)

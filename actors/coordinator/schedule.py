@@ -21,7 +21,7 @@ class ScheduledRows(NamedTuple):
     """Position of the first row, or UNKNOWN_START."""
     num_rows: int
     readonly: int
-    """Leading rows that are recomputed from cached KV and do not write: 1 after a prefix hit, else 0."""
+    """Leading rows that are computed again from cached KV and do not write; none but after a prefix hit."""
     new_blocks: list[int]
 
 

@@ -48,6 +48,7 @@ class Scheduler:
         self._draft_policy = draft_policy
         self._max_rows = config.max_num_batched_tokens
         self._max_drafts = config.num_speculative_tokens
+        self._num_repeated = config.num_mtp_modules
         self._max_rows_of_long_prompt = config.long_prefill_token_threshold or self._max_rows
         self._step_blocks = blocks.blocks_for(config.num_speculative_tokens + 1)
         self._free_slots = list(reversed(range(config.max_num_seqs)))
@@ -155,10 +156,11 @@ class Scheduler:
     ) -> ScheduledRows:
         """The next rows of the committed tokens; the last of them yields the next token."""
         start = request.num_computed + ahead.chunk_rows
-        readonly = int(start < request.num_hit_tokens)
-        assert start + readonly >= request.num_published_tokens, "a published block would be written"
         remaining = len(request.tokens) - start
         num_rows = min(remaining, max_rows)
+        readonly = min(max(request.num_hit_tokens - start, 0), num_rows)
+        first_written = max(start, request.num_hit_tokens)
+        assert first_written >= request.num_published_tokens, "a published block would be written"
         kind = RowKind.FINAL_CHUNK if num_rows == remaining else RowKind.MIDDLE_CHUNK
         return ScheduledRows(request, request.admission, kind, 0, start, num_rows, readonly, new_blocks)
 
@@ -200,7 +202,12 @@ class Scheduler:
     def _admit(self, request: RequestState, shared: list[int], max_rows: int) -> ScheduledRows:
         self._last_admission += 1
         num_hit_tokens = len(shared) * self._blocks.tokens_per_block
-        request.admit(self._last_admission, self._free_slots.pop(), num_hit_tokens=num_hit_tokens)
+        request.admit(
+            self._last_admission,
+            self._free_slots.pop(),
+            num_hit_tokens=num_hit_tokens,
+            num_repeated=self._num_repeated,
+        )
         insort(self.running, request, key=_rank)
         self._blocks.open(request.admission, shared)
         self._prefix_cache.admit(request, len(shared))

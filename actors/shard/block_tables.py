@@ -69,11 +69,13 @@ class BlockTables:
         starts: Int64s,
         counts: Int64s,
         *,
+        limits: Int64s,
         visible_from: Int64s | None = None,
         readonly: Int64s | None = None,
     ) -> RowBatch:
         """The rows `starts[b] .. starts[b] + counts[b] - 1` of each request b, packed in order.
 
+        limits: rows of request b at positions > limits[b] - 2 are masked: they see and write no KV.
         visible_from: first position that request b's rows see (default 0).
         readonly: how many leading rows of request b do not write their KV (default none).
         Errors: PlanError when a row's block is not in its table.
@@ -84,36 +86,37 @@ class BlockTables:
         row_in_request = np.arange(num_rows) - indptr[:-1][request]
         positions = starts[request] + row_in_request
         first = np.zeros(num_rows, np.int64) if visible_from is None else visible_from[request]
+        has_kv = positions < limits[request] - 1
 
-        writes = (
-            np.ones(num_rows, bool) if self._dcp.size == 1 else self._dcp.owner(positions) == self._dcp.rank
-        )
+        writes = has_kv if self._dcp.size == 1 else has_kv & (self._dcp.owner(positions) == self._dcp.rank)
         if readonly is not None:
-            writes &= row_in_request >= readonly[request]
-        blocks = self._host[slots[request], positions // self._tokens_per_block]
-        if num_rows and blocks.min() < 0:
-            missing = int(positions[blocks < 0][0])
+            writes = writes & (row_in_request >= readonly[request])
+        entries = np.minimum(positions // self._tokens_per_block, self._host.shape[1] - 1)
+        blocks = self._host[slots[request], entries]
+        if num_rows and (has_kv & (blocks < 0)).any():
+            missing = int(positions[has_kv & (blocks < 0)][0])
             raise PlanError(f"position {missing} has no block in its request's table")
         local = self._dcp.local_index(positions)
         write_slots = (blocks * self._block_size + local % self._block_size)[writes]
 
+        visible_to = np.where(has_kv, positions + 1, 0)
         return RowBatch(
             positions=torch.from_numpy(positions),
             visible_from=torch.from_numpy(first),
-            visible_to=torch.from_numpy(positions + 1),
+            visible_to=torch.from_numpy(visible_to),
             write_rows=torch.from_numpy(np.flatnonzero(writes)),
             write_slots=torch.from_numpy(write_slots),
-            groups=self._groups(slots, starts, counts, indptr),
-            max_visible=int((positions + 1 - first).max()) if num_rows else 0,
+            groups=self._groups(slots, np.minimum(starts + counts, limits - 1), counts, indptr),
+            max_visible=int((visible_to - first).max(initial=0)),
         )
 
-    def _groups(self, slots: Int64s, starts: Int64s, counts: Int64s, indptr: Int64s) -> tuple[RowGroup, ...]:
-        """One group for each run of neighbours with equally many rows."""
+    def _groups(self, slots: Int64s, ends: Int64s, counts: Int64s, indptr: Int64s) -> tuple[RowGroup, ...]:
+        """One group for each run of neighbours with equally many rows. ends: [b] tokens that they see."""
         edges = np.flatnonzero(np.diff(counts)) + 1
         bounds = [0, *edges.tolist(), len(counts)] if len(counts) else [0]
         groups = []
         for begin, end in itertools.pairwise(bounds):
-            longest = int((starts[begin:end] + counts[begin:end]).max())
+            longest = int(ends[begin:end].max())
             num_local = int(self._dcp.local_length(longest))
             groups.append(
                 RowGroup(

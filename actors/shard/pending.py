@@ -1,7 +1,6 @@
 """Hidden states that wait for the MTP layer, per state slot.
 
-The MTP row in slot p needs the target's h[p-1] and the token t[p]. The rows of a request's last token
-step are *unconfirmed* until the coordinator says which tokens were accepted; accepted rows are
+The MTP row in slot p needs the target's h[p-1] and the token t[p]. Both of every accepted token are
 *pending* until a step fills them. At most `capacity` rows (R) wait; older ones fall out, and the MTP
 layer then sees nothing before the first row that is left.
 Source: contracts/mtp.md, "pending hidden states" and "k = 0".
@@ -14,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
@@ -40,13 +40,12 @@ class PendingRows:
         self._tokens = np.zeros((num_slots, capacity), np.int64)
         self._start = np.zeros(num_slots, np.int64)
         self._count = np.zeros(num_slots, np.int64)
-        self._unconfirmed = np.zeros(num_slots, np.int64)
         self._fell_out = np.zeros(num_slots, bool)
         self._mtp_from = np.ones(num_slots, np.int64)
 
     def reset(self, slot: int) -> None:
         """Forget everything of a slot (admission)."""
-        self._count[slot] = self._unconfirmed[slot] = 0
+        self._count[slot] = 0
         self._fell_out[slot] = False
         self._mtp_from[slot] = 1
 
@@ -58,32 +57,28 @@ class PendingRows:
         """[b] pending rows of each slot."""
         return self._count[slots]
 
-    def store(self, slots: Int64s, starts: Int64s, counts: Int64s, hidden: Tensor) -> None:
-        """Keep the states of a token step: counts[b] rows of request b, packed in hidden [T, hidden].
+    def store(self, slots: Int64s, starts: Int64s, counts: Int64s, token_ids: Int32s, hidden: Tensor) -> None:
+        """Keep what a token step accepted: counts[b] rows of request b, packed in token_ids and hidden.
 
         starts[b]: MTP position of the first of them, one past the position of its hidden state.
+        token_ids [T]: t[p]. hidden [T, hidden]: h[p-1].
         """
-        for slot, start, count in zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True):
-            assert self._unconfirmed[slot] == 0, "a token step was stored before the last was confirmed"
-            self._make_room(slot, count)
-            if self._count[slot] == 0:
-                self._start[slot] = start
-        self._hidden.index_copy_(0, self._flat(slots, self._count[slots], counts), hidden)
-        self._unconfirmed[slots] = counts
+        for i in np.flatnonzero(self._count[slots] + counts > self._capacity).tolist():
+            self._make_room(int(slots[i]), int(counts[i]))
+        self._start[slots] = np.where(self._count[slots] == 0, starts, self._start[slots])
+        rows = self._flat(slots, self._count[slots], counts)
+        self._hidden.index_copy_(0, rows, hidden)
+        self._tokens.reshape(-1)[rows.numpy()] = token_ids
+        self._count[slots] += counts
 
-    def confirm(self, slot: int, tokens: NDArray[np.int32]) -> None:
-        """The first len(tokens) unconfirmed rows were accepted, with these tokens; the rest are dropped."""
-        begin, added = int(self._count[slot]), len(tokens)
-        assert added <= self._unconfirmed[slot], "more tokens accepted than rows computed"
-        self._tokens[slot, begin : begin + added] = tokens
-        self._count[slot] = begin + added
-        self._unconfirmed[slot] = 0
+    def carry(self, slots: Int64s, hidden: Tensor) -> None:
+        """Keep the last state of middle chunks, [b, hidden], for the chunks that follow."""
+        assert not self._count[slots].any(), "rows are pending before the prompt is complete"
+        self._hidden.index_copy_(0, torch.from_numpy(slots * self._capacity), hidden)
 
     def take_carried(self, slots: Int64s) -> Tensor:
-        """[b, hidden]: the state that each request's last chunk carried on; nothing waits afterwards."""
-        hidden = self._hidden.index_select(0, torch.from_numpy(slots * self._capacity))
-        self._count[slots] = self._unconfirmed[slots] = 0
-        return hidden
+        """[b, hidden]: the state that each request's last chunk carried on."""
+        return self._hidden.index_select(0, torch.from_numpy(slots * self._capacity))
 
     def take(self, slots: Int64s) -> FillRows:
         """Remove all pending rows of these slots, in order to fill them."""

@@ -1,7 +1,8 @@
 """One shard executes steps: draft, verify, sample, report, prompt fill (contracts/mtp.md 2).
 
-Everything a message asks for happens here, at its place in step order; nothing is decided here. All
-ranks of a group execute the same step and agree on every token by construction.
+Everything a message asks for happens here, at its place in step order; nothing is decided here but
+which drafts are accepted, by the same pure function as in the coordinator: so the next step need not
+wait for it. All ranks of a group execute the same step and agree on every token by construction.
 """
 
 from collections.abc import Callable
@@ -11,12 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.acceptance import MASKED
 from actors.config import GroupConfig
-from actors.messages import StepInput, StepOutput, TokenLogprobs
+from actors.messages import PENDING_CAPACITY, StepInput, StepOutput, TokenLogprobs
 from actors.model.model import Model
 from actors.shard.block_tables import BlockTables
 from actors.shard.mtp_modules import MtpModules
 from actors.shard.pending import PendingRows
+from actors.shard.progress import SlotProgress
 from actors.shard.prompt_logprobs import PromptLogprobs
 from actors.shard.sampling_state import SamplingState
 from actors.shard.slot_rules import Preceding
@@ -29,9 +32,6 @@ from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
 from kernels_integration.sampling import Sampled, sample
 from kernels_integration.spans import Span, Spans
-
-PENDING_CAPACITY = 32
-"""Rows per slot that may wait for the MTP layer (R in contracts/mtp.md)."""
 
 Int64s = NDArray[np.int64]
 
@@ -83,7 +83,7 @@ class Shard:
         self._mtp_modules = MtpModules(
             model, num_slots=config.max_num_seqs, run=self._mtp, make_rows=self._mtp_rows
         )
-        self._admission = np.full(config.max_num_seqs, -1, np.int64)
+        self._progress = SlotProgress(config.max_num_seqs)
 
     @torch.inference_mode()
     def execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
@@ -91,45 +91,51 @@ class Shard:
 
         The prompt fill follows the report, off the critical path, and ends before the next step.
         """
-        rows = StepRows.of(step)
-        self._apply(step, rows)
+        self._apply(step)
+        rows = StepRows.of(step, self._progress)
         with self._spans("draft"):
             drafts = self._draft(rows)
         with self._spans("verify"):
             hidden = self._verify(step, rows, drafts)
         with self._spans("sampling"):
-            sampled = self._sample(rows, hidden, drafts)
+            sampled, tokens = self._sample(rows, hidden, drafts)
             prompt_logprobs = self._prompt_logprobs.of_step(rows, hidden, self._model.logits, self._tp)
+        num_emitted = rows.num_emitted(drafts.numpy(), tokens)
+        lengths = rows.lengths(num_emitted)
         if self._tp.rank == 0:
-            report(_output(step, rows, drafts, sampled, prompt_logprobs))
+            report(
+                StepOutput(
+                    epoch=step.epoch,
+                    step=step.step,
+                    drafts=drafts.numpy().astype(np.int32),
+                    tokens=tokens.astype(np.int32),
+                    length=lengths,
+                    logprobs=_logprobs_message(sampled.logprobs),
+                    prompt_logprobs=_logprobs_message(prompt_logprobs),
+                )
+            )
+        self._progress.advance(rows.slots, lengths)
         if self._config.num_speculative_tokens:
             with self._spans("prompt_fill"):
                 self._fill_prompt(step, rows, hidden)
-                self._keep_hidden(rows, hidden)
+        self._take_emitted(rows, num_emitted, tokens, hidden)
 
     def take_spans(self) -> list[Span]:
         """Where the time went since the last call; empty unless the group is traced."""
         return self._spans.take()
 
-    def _apply(self, step: StepInput, rows: StepRows) -> None:
-        """Admissions, new blocks and accepted tokens."""
+    def _apply(self, step: StepInput) -> None:
+        """Admissions and new blocks."""
         for admission in step.admit:
             self._tables.reset(admission.slot)
             self._sampling.admit(admission)
             self._prompt_logprobs.admit(admission)
-            self._admission[admission.slot] = admission.admission
+            self._progress.admit(admission)
             if self._config.num_speculative_tokens:
                 self._pending.reset(admission.slot)
-        assert (self._admission[rows.slots] == step.admission).all(), "a row of a request not admitted here"
-        for i, slot in enumerate(rows.slots.tolist()):
-            begin, end = step.new_blocks_indptr[i], step.new_blocks_indptr[i + 1]
-            if begin < end:
-                self._tables.append(slot, step.new_blocks[begin:end])
-            if i < rows.num_verifies:
-                accepted = step.accepted[step.accepted_indptr[i] : step.accepted_indptr[i + 1]]
-                self._sampling.append(slot, accepted)
-                if self._config.num_speculative_tokens:
-                    self._pending.confirm(slot, accepted)
+        for i in np.flatnonzero(np.diff(step.new_blocks_indptr)).tolist():
+            begin, end = step.new_blocks_indptr[i : i + 2].tolist()
+            self._tables.append(int(step.slot[i]), step.new_blocks[begin:end])
 
     def _draft(self, rows: StepRows) -> Tensor:
         """[sum k] int64 draft tokens, packed by request: from pending rows, then from the drafted ones."""
@@ -163,7 +169,14 @@ class Shard:
         Requests are ordered by their number of pending rows, so that equal ones form one row group.
         """
         slots = rows.slots[: rows.num_verifies][rows.fill]
-        order = np.argsort(self._pending.counts(slots), kind="stable")
+        counts = self._pending.counts(slots)
+        order = np.argsort(counts, kind="stable")
+        order = order[counts[order] > 0]  # without rows: complete, only the coordinator has not heard of it
+        if not len(order):
+            nothing = torch.zeros(
+                rows.num_drafting(0), self._model.config.hidden_size, dtype=self._model.dtype
+            )
+            return [nothing] * self._mtp_modules.num_modules
         fill = self._pending.take(slots[order])
         last_states = self._mtp_modules.fill(
             slots[order],
@@ -173,7 +186,7 @@ class Shard:
             fill.hidden,
             last_rows=np.cumsum(fill.counts) - 1,
         )
-        place = np.empty_like(order)
+        place = np.zeros_like(slots)
         place[order] = np.arange(len(order))
         drafting = torch.from_numpy(place[: rows.num_drafting(0)])
         return [states[drafting] for states in last_states]
@@ -183,22 +196,26 @@ class Shard:
         token_ids = torch.empty(rows.num_rows, dtype=torch.int64)
         verify_rows = np.arange(rows.num_verify_rows)
         anchor_rows = np.cumsum(rows.k + 1) - (rows.k + 1)
-        anchors = step.accepted[step.accepted_indptr[1 : rows.num_verifies + 1] - 1]
-        token_ids[torch.from_numpy(anchor_rows)] = torch.from_numpy(anchors.astype(np.int64))
+        anchors = self._progress.anchors(rows.slots[: rows.num_verifies])
+        token_ids[torch.from_numpy(anchor_rows)] = torch.from_numpy(anchors)
         token_ids[torch.from_numpy(np.setdiff1d(verify_rows, anchor_rows, assume_unique=True))] = drafts
         token_ids[rows.num_verify_rows :] = torch.from_numpy(step.ids.astype(np.int64))
-        row_batch = self._tables.rows(rows.slots, rows.starts, rows.counts, readonly=rows.readonly)
+        row_batch = self._tables.rows(
+            rows.slots, rows.starts, rows.counts, limits=rows.limits, readonly=rows.readonly
+        )
         return self._model.forward(token_ids, row_batch, self._cache, self._planner())
 
-    def _sample(self, rows: StepRows, hidden: Tensor, drafts: Tensor) -> Sampled:
-        """The target's own token of every verify row and of every final chunk."""
+    def _sample(self, rows: StepRows, hidden: Tensor, drafts: Tensor) -> tuple[Sampled, Int64s]:
+        """The target's own token of every verify row and of every final chunk; [M], -1 where masked."""
         target_rows, slots, positions = rows.sampled_rows()
         if len(target_rows) < len(hidden):
             hidden = hidden[torch.from_numpy(target_rows)]
         sampling = self._sampling.rows(
             slots, positions, preceding=rows.preceding(drafts.numpy()), with_logprobs=True
         )
-        return sample(self._model.logits(hidden), self._model.vocab_start, sampling, self._tp)
+        sampled = sample(self._model.logits(hidden), self._model.vocab_start, sampling, self._tp)
+        is_masked = positions >= self._progress.limits(slots)
+        return sampled, np.where(is_masked, MASKED, sampled.tokens.numpy())
 
     def _sample_tokens(self, state: Tensor, slots: Int64s, positions: Int64s, before: Tensor) -> Tensor:
         """[b] the next draft of each request; before: [b, i] its drafts so far."""
@@ -249,24 +266,44 @@ class Shard:
             readonly=np.maximum(readonly[filled] - 1, 0),
         )
 
-    def _keep_hidden(self, rows: StepRows, hidden: Tensor) -> None:
-        """States wait for the MTP layer: all verify rows, and the last row of each chunk."""
-        v = rows.num_verifies
-        last_rows = np.cumsum(rows.counts)[v:] - 1
-        kept = np.concatenate([np.arange(rows.num_verify_rows), last_rows])
-        ends = rows.starts + rows.counts
+    def _take_emitted(self, rows: StepRows, num_emitted: Int64s, tokens: Int64s, hidden: Tensor) -> None:
+        """The step's tokens are accepted here and now: the coordinator will come to the same ones.
+
+        Their states wait for the MTP layer, as does the last state of each middle chunk.
+        """
+        emitted = rows.emitted(num_emitted)
+        accepted, ends = tokens[emitted].astype(np.int32), np.cumsum(num_emitted)
+        yielding = np.flatnonzero(num_emitted)
+        self._progress.emit(rows.token_slots[yielding], accepted[ends[yielding] - 1])
+        for slot, begin, end in zip(
+            rows.token_slots.tolist(), (ends - num_emitted).tolist(), ends.tolist(), strict=True
+        ):
+            self._sampling.append(slot, accepted[begin:end])
+        if not self._config.num_speculative_tokens:
+            return
+        target_rows, _, _ = rows.sampled_rows()
         self._pending.store(
-            rows.slots,
-            np.concatenate([rows.starts[:v] + 1, ends[v:]]),
-            np.concatenate([rows.counts[:v], np.ones(len(last_rows), np.int64)]),
-            hidden if len(kept) == len(hidden) else hidden[torch.from_numpy(kept)],
+            rows.token_slots,
+            rows.token_starts,
+            num_emitted,
+            accepted,
+            hidden[torch.from_numpy(target_rows[emitted])],
         )
+        if rows.middle.any():
+            last_rows = np.cumsum(rows.counts)[rows.middle] - 1
+            self._pending.carry(rows.slots[rows.middle], hidden[torch.from_numpy(last_rows)])
 
     def _mtp_rows(
         self, module: int, slots: Int64s, starts: Int64s, counts: Int64s, readonly: Int64s | None
     ) -> RowBatch:
-        visible_from = self._pending.mtp_from(slots) + module
-        return self._tables.rows(slots, starts, counts, visible_from=visible_from, readonly=readonly)
+        return self._tables.rows(
+            slots,
+            starts,
+            counts,
+            limits=self._progress.limits(slots),
+            visible_from=self._pending.mtp_from(slots) + module,
+            readonly=readonly,
+        )
 
     def _mtp(self, module: int, token_ids: Tensor, previous: Tensor, rows: RowBatch) -> Tensor:
         return self._model.mtp_forward(token_ids, previous, rows, self._cache, self._planner(), module=module)
@@ -274,21 +311,6 @@ class Shard:
     def _planner(self) -> StepPlanner:
         # Under DCP the KV that a rank owns of a selection differs by layer, so does the split.
         return StepPlanner(self._num_parts, reuse_split=self._dcp.size == 1)
-
-
-def _output(
-    step: StepInput, rows: StepRows, drafts: Tensor, sampled: Sampled, prompt_logprobs: Logprobs | None
-) -> StepOutput:
-    draft_ids, tokens = drafts.numpy(), sampled.tokens.numpy()
-    return StepOutput(
-        epoch=step.epoch,
-        step=step.step,
-        drafts=draft_ids.astype(np.int32),
-        tokens=tokens.astype(np.int32),
-        length=rows.lengths(draft_ids, tokens),
-        logprobs=_logprobs_message(sampled.logprobs),
-        prompt_logprobs=_logprobs_message(prompt_logprobs),
-    )
 
 
 def _logprobs_message(logprobs: Logprobs | None) -> TokenLogprobs | None:

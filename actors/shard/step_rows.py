@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.acceptance import count_emitted
 from actors.messages import RowKind, StepInput
+from actors.shard.progress import SlotProgress
 from actors.shard.slot_rules import Preceding
 
 Int64s = NDArray[np.int64]
@@ -25,6 +27,8 @@ class StepRows:
     """[N] position of the first row."""
     counts: Int64s
     """[N] target rows."""
+    limits: Int64s
+    """[N] rows at positions > limit - 2 are masked: they have no KV, and their token is -1."""
     k: Int64s
     """[num_verifies]"""
     fill: NDArray[np.bool_]
@@ -33,11 +37,13 @@ class StepRows:
     """[N] leading rows that do not write."""
     final: NDArray[np.bool_]
     """[N] a final chunk."""
+    middle: NDArray[np.bool_]
+    """[N] a middle chunk."""
     num_verifies: int
     num_verify_rows: int
 
     @classmethod
-    def of(cls, step: StepInput) -> "StepRows":
+    def of(cls, step: StepInput, progress: SlotProgress) -> "StepRows":
         is_verify = step.kind == RowKind.VERIFY
         num_verifies = int(is_verify.sum())
         k = step.k[:num_verifies].astype(np.int64)
@@ -45,14 +51,17 @@ class StepRows:
         assert (np.diff(k) <= 0).all(), "verifies are ordered by k, descending"
         counts = np.diff(step.ids_indptr).astype(np.int64)
         counts[:num_verifies] = k + 1
+        slots = step.slot.astype(np.int64)
         return cls(
-            slots=step.slot.astype(np.int64),
-            starts=step.start.astype(np.int64),
+            slots=slots,
+            starts=progress.starts(step, num_verifies),
             counts=counts,
+            limits=progress.limits(slots),
             k=k,
             fill=step.fill[:num_verifies].astype(bool),
             readonly=step.readonly.astype(np.int64),
             final=step.kind == RowKind.FINAL_CHUNK,
+            middle=step.kind == RowKind.MIDDLE_CHUNK,
             num_verifies=num_verifies,
             num_verify_rows=int(counts[:num_verifies].sum()),
         )
@@ -94,16 +103,34 @@ class StepRows:
             count=np.concatenate([offsets, none]),
         )
 
-    def lengths(self, drafts: Int64s, tokens: Int64s) -> NDArray[np.int32]:
-        """[N] tokens whose KV the shard holds after the step, by the acceptance rule (contracts/mtp.md 4).
+    @property
+    def token_slots(self) -> Int64s:
+        """[Y] slots of the requests that yield tokens: verifies, then final chunks."""
+        return np.concatenate([self.slots[: self.num_verifies], self.slots[self.final]])
 
-        A verify adds the anchor and its drafts up to the first that differs from the target's token.
-        """
+    @property
+    def token_starts(self) -> Int64s:
+        """[Y] position of the first token that each of them yields."""
+        ends = (self.starts + self.counts)[self.final]
+        return np.concatenate([self.starts[: self.num_verifies] + 1, ends])
+
+    @property
+    def token_counts(self) -> Int64s:
+        """[Y] drawn tokens of each: k + 1, or 1 of a final chunk."""
+        return np.concatenate([self.k + 1, np.ones(int(self.final.sum()), np.int64)])
+
+    def num_emitted(self, drafts: Int64s, tokens: Int64s) -> Int64s:
+        """[Y] accepted tokens of each, by the acceptance rule; drafts [sum k], tokens [M]."""
+        return count_emitted(drafts, tokens, self.token_counts - 1)
+
+    def emitted(self, num_emitted: Int64s) -> Int64s:
+        """Which of the M drawn tokens were accepted: the first num_emitted[y] of each request."""
+        ends = np.cumsum(num_emitted)
+        firsts = np.cumsum(self.token_counts) - self.token_counts
+        return np.repeat(firsts - (ends - num_emitted), num_emitted) + np.arange(int(num_emitted.sum()))
+
+    def lengths(self, num_emitted: Int64s) -> NDArray[np.int32]:
+        """[N] tokens whose KV is held after the step: a verify adds the anchor and its accepted drafts."""
         lengths = self.starts + self.counts
-        tokens_end = np.cumsum(self.k + 1)
-        drafts_end = np.cumsum(self.k)
-        for i, k in enumerate(self.k.tolist()):
-            own = tokens[tokens_end[i] - k - 1 : tokens_end[i] - 1]
-            held = drafts[drafts_end[i] - k : drafts_end[i]] == own
-            lengths[i] = self.starts[i] + 1 + int(np.logical_and.accumulate(held).sum())
+        lengths[: self.num_verifies] = self.starts[: self.num_verifies] + num_emitted[: self.num_verifies]
         return lengths.astype(np.int32)

@@ -45,6 +45,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
         enable_expert_parallel=args.enable_expert_parallel,
         num_speculative_tokens=num_speculative_tokens,
+        num_mtp_modules=max(model.num_drafting_layers(num_speculative_tokens), 1),
         max_model_len=_max_model_len(args, model, num_kv_blocks, bytes_per_block),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

@@ -10,6 +10,8 @@ from actors.shard.block_tables import BlockTables
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import PlanError
 
+NO_LIMIT = 10_000
+
 
 class _Rank:
     """A set of ranks of which only rank and size are asked."""
@@ -63,7 +65,7 @@ def test_every_row_writes_and_sees_what_the_contract_says(size, block_exp, inter
         slots = np.arange(len(requests))
         starts = np.array([s for s, _ in requests])
         counts = np.array([c for _, c in requests])
-        batch = tables.rows(slots, starts, counts)
+        batch = tables.rows(slots, starts, counts, limits=np.full(len(slots), NO_LIMIT))
 
         flat = [(b, s + i) for b, (s, c) in enumerate(requests) for i in range(c)]
         assert batch.positions.tolist() == [p for _, p in flat]
@@ -76,7 +78,7 @@ def test_every_row_writes_and_sees_what_the_contract_says(size, block_exp, inter
             if expected >= 0:
                 written[(rank, expected)] = written.get((rank, expected), 0) + 1
 
-        assert [g.row_start for g in batch.groups][0] == 0
+        assert batch.groups[0].row_start == 0
         assert batch.groups[-1].row_end == len(flat)
         for group in batch.groups:
             for local_request in range(group.num_requests):
@@ -102,7 +104,9 @@ def test_every_row_writes_and_sees_what_the_contract_says(size, block_exp, inter
 def test_readonly_rows_are_computed_but_not_written():
     tables = _tables(0, 1, 1, 16)
     tables.append(0, np.array([3, 5], np.int32))
-    batch = tables.rows(np.array([0]), np.array([15]), np.array([3]), readonly=np.array([1]))
+    batch = tables.rows(
+        np.array([0]), np.array([15]), np.array([3]), limits=np.array([NO_LIMIT]), readonly=np.array([1])
+    )
     assert batch.num_rows == 3
     assert batch.write_rows.tolist() == [1, 2]
     assert batch.write_slots.tolist() == [5 * 16, 5 * 16 + 1]
@@ -112,7 +116,9 @@ def test_neighbours_with_equal_counts_share_a_group():
     tables = _tables(0, 1, 1, 16)
     for slot in range(4):
         tables.append(slot, np.array([slot], np.int32))
-    batch = tables.rows(np.arange(4), np.array([0, 3, 5, 1]), np.array([4, 4, 1, 4]))
+    batch = tables.rows(
+        np.arange(4), np.array([0, 3, 5, 1]), np.array([4, 4, 1, 4]), limits=np.full(4, NO_LIMIT)
+    )
     assert [(g.row_start, g.num_requests, g.rows_per_request) for g in batch.groups] == [
         (0, 2, 4),
         (8, 1, 1),
@@ -125,7 +131,7 @@ def test_a_row_without_a_block_is_refused():
     tables = _tables(0, 1, 1, 16)
     tables.append(0, np.array([7], np.int32))
     with pytest.raises(PlanError, match="position 16 has no block"):
-        tables.rows(np.array([0]), np.array([14]), np.array([3]))
+        tables.rows(np.array([0]), np.array([14]), np.array([3]), limits=np.array([NO_LIMIT]))
 
 
 def test_a_reset_slot_forgets_its_blocks():
@@ -133,9 +139,11 @@ def test_a_reset_slot_forgets_its_blocks():
     tables.append(0, np.array([7, 8], np.int32))
     tables.reset(0)
     tables.append(0, np.array([1], np.int32))
-    assert tables.rows(np.array([0]), np.array([2]), np.array([1])).write_slots.tolist() == [18]
+    assert tables.rows(
+        np.array([0]), np.array([2]), np.array([1]), limits=np.array([NO_LIMIT])
+    ).write_slots.tolist() == [18]
     with pytest.raises(PlanError):
-        tables.rows(np.array([0]), np.array([16]), np.array([1]))
+        tables.rows(np.array([0]), np.array([16]), np.array([1]), limits=np.array([NO_LIMIT]))
 
 
 @pytest.mark.parametrize("block", [-1, 64])
@@ -154,6 +162,24 @@ def test_a_table_past_the_longest_request_is_refused():
 def test_rows_leave_the_tables_untouched():
     tables = _tables(1, 2, 4, 16)
     tables.append(2, np.array([9], np.int32))
-    first = tables.rows(np.array([2]), np.array([0]), np.array([20]))
-    second = tables.rows(np.array([2]), np.array([0]), np.array([20]))
+    first = tables.rows(np.array([2]), np.array([0]), np.array([20]), limits=np.array([NO_LIMIT]))
+    second = tables.rows(np.array([2]), np.array([0]), np.array([20]), limits=np.array([NO_LIMIT]))
     assert torch.equal(first.groups[0].kv_slots, second.groups[0].kv_slots)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+def test_rows_beyond_the_limit_see_and_write_nothing(rank, size):
+    """Limit 20: position 18 is the last. The second request has no row left, and no block for one."""
+    tables = _tables(rank, size, 1, 16 // size)
+    for slot in range(2):
+        tables.append(slot, np.array([4 + 2 * slot, 5 + 2 * slot], np.int32))
+    starts, counts, limits = np.array([17, 199]), np.array([4, 4]), np.array([20, 200])
+    batch = tables.rows(np.arange(2), starts, counts, limits=limits)
+    assert batch.visible_to.tolist() == [18, 19, 0, 0, 0, 0, 0, 0]
+    assert batch.max_visible == 19
+    assert batch.write_rows.tolist() == [
+        row for row, position in [(0, 17), (1, 18)] if position % size == rank
+    ]
+    only_masked = tables.rows(np.array([1]), np.array([199]), np.array([2]), limits=np.array([200]))
+    assert only_masked.max_visible == 0
+    assert len(only_masked.write_rows) == 0

@@ -27,7 +27,7 @@ class _Slot:
 @settings(max_examples=80, deadline=None)
 @given(
     steps=st.lists(
-        st.tuples(st.integers(0, 2), st.integers(1, 5), st.integers(1, 5), st.booleans()),
+        st.tuples(st.integers(0, 2), st.integers(1, 5), st.booleans()),
         min_size=1,
         max_size=30,
     )
@@ -35,18 +35,16 @@ class _Slot:
 def test_rows_wait_in_order_and_old_ones_fall_out(steps):
     pending = PendingRows(num_slots=3, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
     model = [_Slot() for _ in range(3)]
-    for slot, count, accepted, fill in steps:
-        accepted = min(accepted, count)
+    for slot, accepted, fill in steps:
         expected = model[slot]
         start = expected.length
-        states = torch.tensor([_state(slot, start + i) for i in range(count)], dtype=torch.float64)
-        excess = len(expected.rows) + count - CAPACITY
+        states = torch.tensor([_state(slot, start + i) for i in range(accepted)], dtype=torch.float64)
+        excess = len(expected.rows) + accepted - CAPACITY
         if excess > 0:
             expected.rows = expected.rows[excess:]
             expected.fell_out = True
-        pending.store(np.array([slot]), np.array([start]), np.array([count]), states)
         tokens = np.arange(accepted, dtype=np.int32) + 100 * start
-        pending.confirm(slot, tokens)
+        pending.store(np.array([slot]), np.array([start]), np.array([accepted]), tokens, states)
         expected.rows += [(start + i, int(t)) for i, t in enumerate(tokens)]
         expected.length += accepted
         assert pending.counts(np.array([slot])).tolist() == [len(expected.rows)]
@@ -66,9 +64,9 @@ def test_rows_wait_in_order_and_old_ones_fall_out(steps):
 def test_several_requests_are_packed_in_the_order_asked():
     pending = PendingRows(num_slots=3, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
     slots, starts, counts = np.array([2, 0]), np.array([5, 9]), np.array([2, 1])
-    pending.store(slots, starts, counts, torch.tensor([_state(2, 5), _state(2, 6), _state(0, 9)]).double())
-    pending.confirm(2, np.array([50, 60], np.int32))
-    pending.confirm(0, np.array([90], np.int32))
+    tokens = np.array([50, 60, 90], np.int32)
+    states = torch.tensor([_state(2, 5), _state(2, 6), _state(0, 9)]).double()
+    pending.store(slots, starts, counts, tokens, states)
     taken = pending.take(np.array([0, 2]))
     assert taken.token_ids.tolist() == [90, 50, 60]
     assert taken.hidden.tolist() == [_state(0, 9), _state(2, 5), _state(2, 6)]
@@ -76,22 +74,34 @@ def test_several_requests_are_packed_in_the_order_asked():
 
 def test_a_chunk_carries_its_last_state_on():
     pending = PendingRows(num_slots=2, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
-    pending.store(np.array([1]), np.array([64]), np.array([1]), torch.tensor([_state(1, 64)]).double())
-    assert pending.take_carried(np.array([1])).tolist() == [_state(1, 64)]
-    pending.store(np.array([1]), np.array([128]), np.array([1]), torch.tensor([_state(1, 128)]).double())
-    pending.confirm(1, np.array([7], np.int32))
-    assert pending.take(np.array([1])).starts.tolist() == [128]
+    one = np.array([1])
+    pending.carry(one, torch.tensor([_state(1, 64)]).double())
+    assert pending.take_carried(one).tolist() == [_state(1, 64)]
+    pending.carry(one, torch.tensor([_state(1, 128)]).double())
+    assert pending.take_carried(one).tolist() == [_state(1, 128)]
+    pending.store(one, np.array([150]), one, np.array([7], np.int32), torch.tensor([_state(1, 150)]).double())
+    taken = pending.take(one)
+    assert (taken.starts.tolist(), taken.token_ids.tolist()) == ([150], [7])
+    assert taken.hidden.tolist() == [_state(1, 150)]
+
+
+def test_a_request_may_have_nothing_to_store_or_take():
+    pending = PendingRows(num_slots=2, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
+    states = torch.tensor([_state(1, 5)]).double()
+    pending.store(np.array([0, 1]), np.array([9, 5]), np.array([0, 1]), np.array([3], np.int32), states)
+    taken = pending.take(np.array([0, 1]))
+    assert taken.counts.tolist() == [0, 1]
+    assert taken.token_ids.tolist() == [3]
 
 
 def test_an_admission_starts_afresh():
     pending = PendingRows(num_slots=1, capacity=2, hidden_size=2, dtype=torch.float64)
+    none, one = np.array([0]), np.array([1])
     for start in (1, 2, 3):
-        pending.store(
-            np.array([0]), np.array([start]), np.array([1]), torch.tensor([_state(0, start)]).double()
-        )
-        pending.confirm(0, np.array([start], np.int32))
-    pending.take(np.array([0]))
-    assert pending.mtp_from(np.array([0])).tolist() == [2]
+        state = torch.tensor([_state(0, start)]).double()
+        pending.store(none, np.array([start]), one, np.array([start], np.int32), state)
+    pending.take(none)
+    assert pending.mtp_from(none).tolist() == [2]
     pending.reset(0)
-    assert pending.mtp_from(np.array([0])).tolist() == [1]
-    assert pending.counts(np.array([0])).tolist() == [0]
+    assert pending.mtp_from(none).tolist() == [1]
+    assert pending.counts(none).tolist() == [0]

@@ -52,13 +52,14 @@ class EchoShard:
 
 
 class ScriptedCoordinator:
-    """Submit, abort, one token a step. Refuses more than `capacity` requests."""
+    """Submit, abort, one token a step, one step in flight. Refuses more than `capacity` requests."""
 
     def __init__(self, capacity: int = 100) -> None:
         self.capacity = capacity
         self.live: dict[str, tuple[Request, int]] = {}
         self.aborted: list[str] = []
         self.step = 0
+        self.is_in_flight = False
         self._updates: list[RequestUpdate | RequestFailed] = []
 
     @property
@@ -77,10 +78,14 @@ class ScriptedCoordinator:
                 self._updates.append(RequestFailed(request_id=request_id, code="aborted", message="aborted"))
 
     def schedule(self) -> StepInput | None:
+        if self.is_in_flight:
+            return None
+        self.is_in_flight = True
         self.step += 1
         return step_input(self.step, num_requests=len(self.live))
 
     def process(self, output: StepOutput) -> None:
+        self.is_in_flight = False
         for request_id, (request, emitted) in list(self.live.items()):
             is_last = emitted + 1 == request.params.max_tokens
             self._updates.append(
