@@ -172,7 +172,7 @@ class Coordinator:
         self._outstanding.popleft()
         verifies, chunks = step.schedule.verifies, step.schedule.chunks
         num_emitted = count_emitted(output.drafts, output.tokens, step.k).tolist()
-        tokens, lengths = output.tokens.tolist(), output.length.tolist()
+        tokens, lengths = tuple(output.tokens.tolist()), output.length.tolist()
         logprobs, prompt_logprobs = LogprobRows(output.logprobs), LogprobRows(output.prompt_logprobs)
         first = 0
         for rows, num, length in zip(verifies, num_emitted, lengths, strict=False):
@@ -271,11 +271,14 @@ class Coordinator:
             )
         return oldest
 
-    def _take_verify(self, rows: ScheduledRows, tokens: list[int], num_emitted: int, length: int) -> None:
+    def _take_verify(
+        self, rows: ScheduledRows, tokens: tuple[int, ...], num_emitted: int, length: int
+    ) -> None:
         """Count, and publish what is complete now: its tokens were committed before this step (mtp.md 6)."""
         request, k = rows.request, rows.k
         num_computed = len(request.tokens)
-        _check_length(request, length, num_computed - 1 + num_emitted)
+        if length != num_computed - 1 + num_emitted:
+            raise _wrong_length(request, length, num_computed - 1 + num_emitted)
         if k:
             if tokens[-1] == MASKED:
                 k -= tokens.count(MASKED)
@@ -293,32 +296,35 @@ class Coordinator:
 
     def _take_chunk(self, rows: ScheduledRows, length: int) -> None:
         request, end = rows.request, rows.start + rows.num_rows
-        _check_length(request, length, end)
+        if length != end:
+            raise _wrong_length(request, length, end)
         request.num_computed = end
         request.num_pending = 1
         if end >= request.publish_at:
             self._prefix_cache.publish(request, end)
 
-    def _commit(self, state: RequestState, emitted: list[int], logprobs: LogprobRows, first_row: int) -> None:
+    def _commit(
+        self, state: RequestState, emitted: tuple[int, ...], logprobs: LogprobRows, first_row: int
+    ) -> None:
         kept = state.commit(emitted)
         self._num_generated_tokens += len(kept)
-        num_top = state.request.params.logprobs
+        num_top, stop = state.num_logprobs, state.stop
         self._updates.append(
             RequestUpdate(
                 request_id=state.request.request_id,
-                token_ids=tuple(kept),
+                token_ids=kept,
                 logprobs=logprobs.of(kept, first_row, num_top) if num_top is not None else (),
                 prompt_logprobs=state.prompt_logprobs.take() if state.prompt_logprobs else (),
-                finish_reason=state.finish_reason,
-                matched_stop=state.stop.matched_stop,
+                finish_reason=stop.finish_reason,
+                matched_stop=stop.matched_stop,
                 num_prompt_tokens=state.num_prompt_tokens,
-                num_completion_tokens=state.num_completion_tokens,
+                num_completion_tokens=len(state.tokens) - state.num_prompt_tokens,
                 num_cached_tokens=state.num_cached_tokens or 0,
                 num_draft_tokens=state.num_draft_tokens,
                 num_accepted_tokens=state.num_accepted_tokens,
             )
         )
-        if state.finish_reason is not None:
+        if stop.finish_reason is not None:
             self._end(state)
             self._num_finished += 1
 
@@ -331,9 +337,8 @@ class Coordinator:
         self._scheduler.remove(state)
 
 
-def _check_length(request: RequestState, length: int, expected: int) -> None:
+def _wrong_length(request: RequestState, length: int, expected: int) -> LatentrayError:
     """The shards' own count of a request's tokens must equal the coordinator's."""
-    if length != expected:
-        raise LatentrayError(
-            f"request {request.request.request_id!r}: the shards hold {length} tokens; expected {expected}"
-        )
+    return LatentrayError(
+        f"request {request.request.request_id!r}: the shards hold {length} tokens; expected {expected}"
+    )

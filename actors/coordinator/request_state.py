@@ -1,13 +1,12 @@
 """What the coordinator knows of a live request."""
 
 import sys
-from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 from actors.coordinator.logprobs import PromptLogprobs
 from actors.coordinator.stopping import StopConditions
-from actors.requests import FinishReason, Request
+from actors.requests import Request
 
 NOT_ADMITTED = 0
 """No admission has this number."""
@@ -36,6 +35,7 @@ class RequestState:
         "num_pending",
         "num_prompt_tokens",
         "num_published_tokens",
+        "num_reserved_tokens",
         "prompt_logprobs",
         "publish_at",
         "rank",
@@ -72,27 +72,17 @@ class RequestState:
         """Tokens whose KV this admission found in the prefix cache."""
         self.num_computed = 0
         """Rows of chunks that have reported under this admission, or were found in the prefix cache."""
+        self.num_reserved_tokens = 0
+        """Tokens that the block table covers."""
         self.num_accepted = 0
-        """Tokens accepted in this admission's last token step; 0 until its final chunk has reported."""
+        """Tokens accepted in this admission's last token step. 0 until its final chunk has reported: from
+        then on all committed tokens but the anchor are computed, and the next rows are a verify."""
         self.num_pending = 0
         """Accepted tokens whose MTP entry is not computed yet."""
         self.num_published_tokens = 0
         """Tokens in the published blocks at the table's beginning: rows before them must not write."""
         self.publish_at = NEVER
         """Computed tokens at which the next block is full."""
-
-    @property
-    def decoding(self) -> bool:
-        """All committed tokens but the anchor are computed: the next rows are a verify."""
-        return self.num_accepted > 0
-
-    @property
-    def num_completion_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.stop.finish_reason
 
     def admit(self, admission: int, slot: int, *, num_hit_tokens: int, num_repeated: int) -> None:
         """After a hit of n tokens the first row is n - 1: its hidden state is needed, its KV is there.
@@ -112,9 +102,9 @@ class RequestState:
         self.num_accepted = 0
         self.publish_at = NEVER
 
-    def commit(self, emitted: Sequence[int]) -> list[int]:
+    def commit(self, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append a token step's tokens up to the first stop; the tokens kept (contracts/mtp.md 5)."""
-        kept = list(emitted[: self.stop.cut(len(self.tokens), emitted)])
+        kept = emitted[: self.stop.cut(len(self.tokens), emitted)]
         self.tokens += kept
         self.num_accepted = len(kept)
         assert len(self.tokens) <= self.limit

@@ -50,12 +50,18 @@ NOTHING = InFlight(0, 0, 0)
 def in_flight_by_admission(outstanding: Iterable[Schedule]) -> dict[int, InFlight]:
     """Derived from the outstanding steps each time, never stored: so nothing can be dropped wrongly."""
     sums: dict[int, InFlight] = {}
+    of_verify: dict[int, InFlight] = {}
     for schedule in outstanding:
         for rows in schedule.verifies:
-            chunk_rows, lowest, highest = sums.get(rows.admission, NOTHING)
-            sums[rows.admission] = InFlight(chunk_rows, lowest + 1, highest + rows.k + 1)
+            k = rows.k
+            alone = of_verify.get(k) or of_verify.setdefault(k, InFlight(0, 1, k + 1))
+            _add(sums, rows.admission, alone)
         for rows in schedule.chunks:
-            chunk_rows, lowest, highest = sums.get(rows.admission, NOTHING)
-            final = int(rows.kind is RowKind.FINAL_CHUNK)
-            sums[rows.admission] = InFlight(chunk_rows + rows.num_rows, lowest + final, highest + final)
+            is_final = int(rows.kind is RowKind.FINAL_CHUNK)
+            _add(sums, rows.admission, InFlight(rows.num_rows, is_final, is_final))
     return sums
+
+
+def _add(sums: dict[int, InFlight], admission: int, more: InFlight) -> None:
+    known = sums.get(admission)
+    sums[admission] = more if known is None else InFlight(*map(sum, zip(known, more, strict=True)))

@@ -84,9 +84,7 @@ class Scheduler:
         self._victims.clear()
         self._make_way()
         in_flight = in_flight_by_admission(outstanding)
-        anchors_left = sum(
-            r.decoding or in_flight.get(r.admission, NOTHING).min_tokens > 0 for r in self.running
-        )
+        anchors_left = sum([r.num_accepted > 0 or _is_ahead(in_flight, r) for r in self.running])
         num_prompts = len(self.running) - anchors_left + len(self.waiting)
         max_chunk = self._max_rows_of_long_prompt if num_prompts > 1 else self._max_rows
         rows_left = self._max_rows
@@ -97,7 +95,7 @@ class Scheduler:
             request = self.running[index]
             index += 1
             ahead = in_flight.get(request.admission, NOTHING) if in_flight else NOTHING
-            if request.decoding or ahead.min_tokens:
+            if request.num_accepted or ahead.min_tokens:
                 anchors_left -= 1
                 rows = self._verify(request, ahead, rows_left - anchors_left)
                 if rows is not None:
@@ -121,21 +119,23 @@ class Scheduler:
 
     def _verify(self, request: RequestState, ahead: InFlight, max_rows: int) -> ScheduledRows | None:
         """The anchor and as many drafts as policy, limit, rows and blocks allow; None: not in this step."""
-        num_tokens, limit = len(request.tokens), request.limit
+        num_tokens, last = len(request.tokens), request.limit - 1
         lowest, highest = num_tokens + ahead.min_tokens, num_tokens + ahead.max_tokens
-        if lowest >= limit:
+        if lowest > last:
             return None
         assert lowest > request.num_published_tokens, "a published block would be written"
         k = self._draft_policy(request) if self._max_drafts else 0
-        k = max(min(k, self._max_drafts, limit - 1 - lowest, max_rows - 1), 0)
+        bound = min(self._max_drafts, last - lowest, max_rows - 1)
+        if k > bound:
+            k = max(bound, 0)
         new_blocks: list[int] = []
-        if min(highest + k, limit - 1) > self._blocks.reserved_tokens(request.admission):
-            if not self._make_room(request, min(highest, limit - 1), ahead):
+        if highest + k > request.num_reserved_tokens and request.num_reserved_tokens < last:
+            if not self._make_room(request, min(highest, last), ahead):
                 return None
             reservable = self._blocks.reservable_tokens(request.admission)
-            if min(highest + k, limit - 1) > reservable:
+            if min(highest + k, last) > reservable:
                 k = max(reservable - highest, 0)  # drafts preempt nobody
-            new_blocks = self._blocks.reserve(request.admission, min(highest + k, limit - 1))
+            new_blocks = self._reserve(request, min(highest + k, last))
         start = UNKNOWN_START if ahead.min_tokens else num_tokens - 1
         return ScheduledRows(request, request.admission, RowKind.VERIFY, k, start, k + 1, 0, new_blocks)
 
@@ -211,8 +211,14 @@ class Scheduler:
         insort(self.running, request, key=_rank)
         self._blocks.open(request.admission, shared)
         self._prefix_cache.admit(request, len(shared))
-        table = shared + self._blocks.reserve(request.admission, len(request.tokens))
+        table = shared + self._reserve(request, len(request.tokens))
         return self._chunk(request, NOTHING, max_rows, table)
+
+    def _reserve(self, request: RequestState, num_tokens: int) -> list[int]:
+        """The blocks added, so that the table covers num_tokens."""
+        added = self._blocks.reserve(request.admission, num_tokens)
+        request.num_reserved_tokens = self._blocks.reserved_tokens(request.admission)
+        return added
 
     def _preempt_last(self) -> RequestState:
         """Its committed tokens are computed again as a prompt's are; steps in flight no longer count."""
@@ -231,3 +237,8 @@ class Scheduler:
         self._blocks.release(request.admission)
         self._free_slots.append(request.slot)
         request.withdraw()
+
+
+def _is_ahead(in_flight: dict[int, InFlight], request: RequestState) -> bool:
+    """Whether the request's final chunk is in flight: what follows is a verify."""
+    return request.admission in in_flight and in_flight[request.admission].min_tokens > 0

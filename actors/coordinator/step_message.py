@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from actors.coordinator.request_state import RequestState
 from actors.coordinator.sampling_spec import sampling_spec
 from actors.coordinator.schedule import UNKNOWN_START, Schedule
-from actors.messages import Admission, StepInput
+from actors.messages import Admission, RowKind, StepInput
 
 
 def build_step_input(schedule: Schedule, *, epoch: int, step: int) -> StepInput:
@@ -19,8 +19,10 @@ def build_step_input(schedule: Schedule, *, epoch: int, step: int) -> StepInput:
     costs nothing, and a request about to end never fills.
     """
     rows = schedule.verifies + schedule.chunks
-    requests, admissions, kinds, k, starts, _, readonly, new_blocks = zip(*rows, strict=True)
+    requests, admissions, _, k, starts, _, readonly, new_blocks = zip(*rows, strict=True)
     num_verifies = len(schedule.verifies)
+    kinds = np.full(len(rows), RowKind.VERIFY, np.uint8)
+    kinds[num_verifies:] = [r.kind for r in schedule.chunks]
     ids = [r.request.tokens[r.start : r.start + r.num_rows] for r in schedule.chunks]
     accepted = [
         () if start == UNKNOWN_START else request.tokens[-request.num_accepted :]
@@ -33,7 +35,7 @@ def build_step_input(schedule: Schedule, *, epoch: int, step: int) -> StepInput:
         admit=tuple(_admission(request) for request in schedule.admitted),
         slot=_int32s([request.slot for request in requests]),
         admission=_int32s(admissions),
-        kind=np.array(kinds, np.uint8),
+        kind=kinds,
         k=drafts,
         fill=(drafts > 0).astype(np.uint8),
         start=_int32s(starts),
@@ -65,7 +67,7 @@ def _int32s(values: Sequence[int]) -> NDArray[np.int32]:
 
 
 def _flat(lists: Iterable[Sequence[int]]) -> NDArray[np.int32]:
-    return np.fromiter(chain.from_iterable(lists), np.int32)
+    return np.array(list(chain.from_iterable(lists)), np.int32)
 
 
 def _indptr(num_empty_before: int, lists: Sequence[Sequence[int]], num_empty_after: int) -> NDArray[np.int32]:
