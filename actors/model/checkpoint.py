@@ -126,9 +126,13 @@ class Checkpoint:
             dtype = torch.float32 if is_quantized else stored
         row_range = range(*rows.indices(info.shape[0]))
         column_range = range(*columns.indices(_width(info)))
-        out = torch.empty(len(row_range), len(column_range), dtype=dtype)
-        self._fill(name, row_range, column_range, out)
+        out = self.allocate((len(row_range), len(column_range)), dtype)
+        self.fill(name, row_range, column_range, out)
         return out if len(info.shape) > 1 else out[:, 0]
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for `fill`."""
+        return torch.empty(shape, dtype=dtype)
 
     def find_bad_values(self, name: str) -> str | None:
         """Read a whole tensor, tile by tile; what is wrong with its values, None if nothing."""
@@ -137,38 +141,52 @@ class Checkpoint:
         try:
             for start in range(0, info.shape[0], len(tile)):
                 rows = range(start, min(start + len(tile), info.shape[0]))
-                self._fill(name, rows, range(_width(info)), tile[: len(rows)])
+                self.fill(name, rows, range(_width(info)), tile[: len(rows)])
         except CheckpointError as error:
             return str(error)
         return None
 
-    def _fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
-        """Fill out [rows, columns] tile by tile."""
+    def fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
+        """Write the slice into out [rows, columns], in its dtype and layout: contiguous, or its transpose is.
+
+        A vector counts as one column. Errors: as in `read`.
+        """
         if not rows or not columns:
             return
         info = self.tensors[name]
         stored = _TORCH_DTYPES[info.dtype]
         scale_name = f"{name}{SCALE_SUFFIX}"
         scale = self.read(scale_name, dtype=torch.float32) if scale_name in self.tensors else None
+        is_direct = scale is None and out.dtype is stored and len(columns) == _width(info)
+        is_direct = is_direct and out.is_contiguous()
         step = _tile_rows(info, _width(info) if _reads_through(info, columns) else len(columns))
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
             target = out[start : start + len(part)]
-            if scale is not None:
-                dequantize(
-                    self._read_tile(info, part, columns),
-                    scale,
-                    target,
-                    first_row=part.start,
-                    first_column=columns.start,
-                    block_size=self.block_size,
-                )
-            elif out.dtype is stored and len(columns) == _width(info):
+            if is_direct:
                 self._read_rows(info, part, columns, target.view(torch.uint8))
+                values = target
             else:
-                target.copy_(self._read_tile(info, part, columns).view(stored))
+                raw = self._read_tile(info, part, columns)
+                if scale is None:
+                    values = raw.view(stored).to(out.dtype)
+                else:
+                    values = self._dequantize(raw, scale, part, columns, out.dtype).to(out.dtype)
+                _store(values, target)
             self.on_read(len(part) * len(columns) * stored.itemsize)
-            self._require_finite(name, info, target)
+            self._require_finite(name, info, values)
+
+    def _dequantize(
+        self, raw: Tensor, scale: Tensor, rows: range, columns: range, dtype: torch.dtype
+    ) -> Tensor:
+        return dequantize(
+            raw,
+            scale,
+            first_row=rows.start,
+            first_column=columns.start,
+            block_size=self.block_size,
+            exact=dtype is torch.float64,
+        )
 
     def _read_tile(self, info: TensorInfo, rows: range, columns: range) -> Tensor:
         """Stored bytes of a part, [rows, columns * itemsize] uint8 contiguous, valid until the next call."""
@@ -207,6 +225,13 @@ class Checkpoint:
             f"{str(values.dtype).removeprefix('torch.')} holds); weights must be finite. Download the "
             "checkpoint again or repair its conversion"
         )
+
+
+def _store(values: Tensor, target: Tensor) -> None:
+    if target.is_contiguous():
+        target.copy_(values)
+    else:  # turned in the cache, so that both long copies run along memory
+        target.t().copy_(values.t().contiguous())
 
 
 def _width(info: TensorInfo) -> int:

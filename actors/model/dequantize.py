@@ -25,21 +25,21 @@ def e4m3_to_float(stored: Tensor) -> Tensor:
 def dequantize(
     stored: Tensor,
     scale: Tensor,
-    out: Tensor,
     *,
     first_row: int,
     first_column: int,
     block_size: tuple[int, int],
-) -> None:
-    """out [r, c] = value * scale of its block, for the part of a weight that begins at the given place.
+    exact: bool = False,
+) -> Tensor:
+    """[r, c] float32: value * scale of its block, for the part of a weight that begins at the given place.
 
     stored [r, c] uint8 holds float8_e4m3fn; scale holds one value per block of the whole weight. The product
-    is rounded to float32 and then to out's dtype, as the released kernels do and as torch converts an exact
-    float64 product; into float64 it is exact. (Rounding once to bfloat16 differs in 5 of a million values.)
+    is rounded to float32, as the released kernels do before they round to bfloat16, and as torch converts an
+    exact product; `exact` gives it in float64. (Rounding to bfloat16 at once differs in 5 of a million.)
     """
     block_rows, block_columns = block_size
     values = e4m3_to_float(stored)
-    if out.dtype is torch.float64:
+    if exact:
         values = values.double()
     scale = scale.to(values.dtype)
     column_blocks = torch.arange(first_column, first_column + stored.shape[1]) // block_columns
@@ -48,4 +48,4 @@ def dequantize(
         start = max(block * block_rows, first_row) - first_row
         end = min((block + 1) * block_rows, end_row) - first_row
         values[start:end].mul_(scale[block].index_select(0, column_blocks))
-    out.copy_(values)
+    return values

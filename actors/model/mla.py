@@ -71,7 +71,7 @@ class LatentAttention:
         kv_b = reader.head_rows("kv_b_proj.weight", heads).view(self.num_heads, -1, config.kv_lora_rank)
         self.w_uk = kv_b[:, : self.nope_dim].contiguous()  # [H, N, C]
         self.w_uv = kv_b[:, self.nope_dim :].transpose(1, 2).contiguous()  # [H, C, V]
-        self.o_proj = Linear(reader.head_columns("o_proj.weight", heads))
+        self.o_proj = Linear(reader.transposed().head_columns("o_proj.weight", heads))
 
     def __call__(self, x: Tensor, ctx: PassContext) -> Tensor:
         """This rank's summand of the attention output [T, hidden]; x [T, hidden] is the normed layer input.

@@ -152,7 +152,7 @@ class Model:
         ]
         self.norm = reader.norm(FINAL_NORM)
         head = EMBEDDING if config.tie_word_embeddings else HEAD
-        self.lm_head = Linear(reader.vocabulary(head))
+        self.lm_head = Linear(reader.transposed().vocabulary(head))
         end = config.num_hidden_layers + num_mtp_layers
         self.mtp_layers = [
             MtpLayer(config, layer, reader.under(layer_prefix(layer)), tp, dcp)

@@ -16,7 +16,8 @@ class SwiGluMlp:
     """down(silu(gate x) * up x), its width split over ranks: returns this rank's summand."""
 
     def __init__(self, reader: WeightReader) -> None:
-        self.gate_up = Linear(torch.cat((reader.rows("gate_proj.weight"), reader.rows("up_proj.weight"))))
+        reader = reader.transposed()
+        self.gate_up = Linear(reader.rows("gate_proj.weight", "up_proj.weight"))
         self.down = Linear(reader.columns("down_proj.weight"))
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class MtpLayer:
         self.eps = config.rms_norm_eps
         self.embedding_norm = reader.norm("enorm.weight")
         self.hidden_norm = reader.norm("hnorm.weight")
-        self.eh_proj = Linear(reader.whole("eh_proj.weight"))
+        self.eh_proj = Linear(reader.transposed().whole("eh_proj.weight"))
         self.layer = DecoderLayer(config, layer, reader, tp, dcp)
         self.head_norm = reader.norm("shared_head.norm.weight")
 

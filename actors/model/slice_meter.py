@@ -1,6 +1,5 @@
 """What a rank would read and keep, counted without reading: the model is built over tensors without data."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,22 +35,14 @@ class SliceMeter:
     def __getitem__(self, name: str) -> TensorInfo:
         return TensorInfo(shape=self._shapes[name], dtype="", file="", offset=0)
 
-    def read(
-        self,
-        name: str,
-        rows: slice = slice(None),
-        columns: slice = slice(None),
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        parts = list(zip(self._shapes[name], (rows, columns), strict=False))
-        num_stored = math.prod(len(range(*part.indices(size))) for size, part in parts)
-        # A slice may end past the tensor: the rank keeps zeros there.
-        kept = (size if part.stop is None else part.stop - (part.start or 0) for size, part in parts)
-        data = torch.empty(tuple(kept), dtype=dtype, device="meta")
-        info, scale = self._stored.get(name), self._stored.get(f"{name}{SCALE_SUFFIX}")
-        if num_stored and scale is not None:
-            self.file_bytes += scale.num_bytes
-        self.file_bytes += num_stored * (ITEM_SIZES.get(info.dtype, 1) if info else data.itemsize)
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        data = torch.empty(shape, dtype=dtype, device="meta")
         self.weight_bytes += data.nbytes
         return data
+
+    def fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
+        num_values = len(rows) * len(columns)
+        info, scale = self._stored.get(name), self._stored.get(f"{name}{SCALE_SUFFIX}")
+        if num_values and scale is not None:
+            self.file_bytes += scale.num_bytes
+        self.file_bytes += num_values * (ITEM_SIZES.get(info.dtype, 1) if info else out.itemsize)

@@ -1,5 +1,6 @@
 """Placement: which slice of each tensor a tensor-parallel rank reads, in the dtype it computes with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,14 +23,13 @@ class TensorSource(Protocol):
 
     def __getitem__(self, name: str) -> TensorInfo: ...
 
-    def read(
-        self,
-        name: str,
-        rows: slice = slice(None),
-        columns: slice = slice(None),
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor: ...
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory without content."""
+        ...
+
+    def fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
+        """Write a slice into out [rows, columns]. A vector counts as one column."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class WeightReader:
     prefix: str = ""
     expert_parallel: bool = False
     """Routed experts are whole on one rank instead of split over all."""
+    is_transposed: bool = False
+    """Matrices lie in memory as their transposes, as Linear keeps them."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.checkpoint[self.prefix + name].shape
@@ -62,9 +64,14 @@ class WeightReader:
         """A reader whose rows and columns are all of them."""
         return replace(self, rank=0, size=1)
 
-    def rows(self, name: str) -> Tensor:
-        """This rank's part of the output features."""
-        return self.part(name, rows=self.share(self.shape(name)[0]))
+    def transposed(self) -> "WeightReader":
+        """A reader of matrices for Linear, which then needs no copy."""
+        return replace(self, is_transposed=True)
+
+    def rows(self, *names: str) -> Tensor:
+        """This rank's part of the output features; of several weights one below the other."""
+        shares = [self.share(self.shape(name)[0]) for name in names]
+        return self._stack(list(zip(names, shares, strict=True)))
 
     def columns(self, name: str) -> Tensor:
         """This rank's part of the input features."""
@@ -95,16 +102,42 @@ class WeightReader:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Any part of a tensor. Where a slice ends past the tensor, the rest of the part is zero."""
-        data = self.checkpoint.read(self.prefix + name, rows, columns, dtype=dtype or self.dtype)
-        wanted = tuple(
-            size if part.stop is None else part.stop - (part.start or 0)
-            for size, part in zip(data.shape, (rows, columns), strict=False)
-        )
-        if wanted == tuple(data.shape):
-            return data
-        padded = data.new_zeros(wanted)
-        padded[tuple(slice(0, size) for size in data.shape)] = data
-        return padded
+        return self._stack([(name, rows)], columns, dtype)
+
+    def _stack(
+        self,
+        parts: Sequence[tuple[str, slice]],
+        columns: slice = slice(None),
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Rows of several tensors below each other; read in place, as copies would leave holes in memory."""
+        shape = self.shape(parts[0][0])
+        heights = [_extent(rows, self.shape(name)[0]) for name, rows in parts]
+        width = _extent(columns, shape[1] if len(shape) > 1 else 1)
+        dtype = dtype or self.dtype
+        if self.is_transposed:
+            out = self.checkpoint.allocate((width, sum(heights)), dtype).t()
+        else:
+            out = self.checkpoint.allocate((sum(heights), width), dtype)
+        start = 0
+        for (name, rows), height in zip(parts, heights, strict=True):
+            self._fill(name, rows, columns, out[start : start + height])
+            start += height
+        return out if len(shape) > 1 else out[:, 0]
+
+    def _fill(self, name: str, rows: slice, columns: slice, out: Tensor) -> None:
+        shape = self.shape(name)
+        row_range = range(*rows.indices(shape[0]))
+        column_range = range(*columns.indices(shape[1] if len(shape) > 1 else 1))
+        stored = out[: len(row_range), : len(column_range)]
+        if stored.shape != out.shape:
+            out.zero_()
+        if len(column_range) == out.shape[1] or self.is_transposed:
+            self.checkpoint.fill(self.prefix + name, row_range, column_range, stored)
+        else:  # a part of the columns of a row-major matrix
+            data = torch.empty_like(stored)
+            self.checkpoint.fill(self.prefix + name, row_range, column_range, data)
+            stored.copy_(data)
 
     def require_copy(self, copy: str, original: str) -> None:
         """Compare this rank's vocabulary rows of two tensors of one shape, in the dtype of the model.
@@ -129,3 +162,7 @@ class WeightReader:
         """Every rank has equally many heads: the last ones' may lie past the tensor."""
         share = -(-num_heads // self.size) * (width // num_heads)
         return slice(self.rank * share, (self.rank + 1) * share)
+
+
+def _extent(part: slice, size: int) -> int:
+    return size if part.stop is None else part.stop - (part.start or 0)
