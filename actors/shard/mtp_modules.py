@@ -47,23 +47,21 @@ class MtpModules:
         counts: Int64s,
         token_ids: Tensor,
         hidden: Tensor,
-        *,
-        last_rows: Int64s,
         readonly: Int64s | None = None,
     ) -> list[Tensor]:
-        """Per module the states [b, hidden] of the rows `last_rows` [b], the last true row of each request.
+        """Per module the states [b, hidden] of the last row of each request.
 
         Request b's rows are starts[b] .. starts[b] + counts[b] - 1, packed: token_ids [T] are t[p] and
         hidden [T, hidden] is h[p-1]. The first readonly[b] of them do not write.
         """
-        picked, slot_ids = torch.from_numpy(last_rows), torch.from_numpy(slots)
-        first_rows = torch.from_numpy(np.cumsum(counts) - counts)
+        ends, slot_ids = np.cumsum(counts), torch.from_numpy(slots)
+        first_rows, last_rows = torch.from_numpy(ends - counts), torch.from_numpy(ends - 1)
         last_states: list[Tensor] = []
         previous = hidden
         for module in range(self.num_modules):
             rows = self._make_rows(module, slots, starts, counts, readonly)
             states = self._run(module, token_ids, previous, rows)
-            last_states.append(states[picked])
+            last_states.append(states[last_rows])
             if module + 1 < self.num_modules:
                 previous = states.roll(1, dims=0)
                 previous[first_rows] = self._last[module, slot_ids]

@@ -179,12 +179,7 @@ class Shard:
             return [nothing] * self._mtp_modules.num_modules
         fill = self._pending.take(slots[order])
         last_states = self._mtp_modules.fill(
-            slots[order],
-            fill.starts,
-            fill.counts,
-            fill.token_ids,
-            fill.hidden,
-            last_rows=np.cumsum(fill.counts) - 1,
+            slots[order], fill.starts, fill.counts, fill.token_ids, fill.hidden
         )
         place = np.zeros_like(slots)
         place[order] = np.arange(len(order))
@@ -262,7 +257,6 @@ class Shard:
             fills[filled],
             token_ids,
             chunk_hidden[torch.from_numpy(previous)],
-            last_rows=np.cumsum(fills[filled]) - 1,
             readonly=np.maximum(readonly[filled] - 1, 0),
         )
 
