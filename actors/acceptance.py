@@ -5,8 +5,11 @@ The shards go on by it before the coordinator has seen the report, so both must 
 
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from kernels_integration.philox import Purpose, philox4x32, split64
 
 MASKED = -1
 """Token of a row at or beyond the request's last writable position."""
@@ -32,3 +35,52 @@ def count_emitted(drafts: NDArray[Any], tokens: NDArray[Any], k: NDArray[Any]) -
     first_stop = np.minimum.reduceat(np.where(goes_on, len(tokens), np.arange(len(tokens))), begins)
     emitted: NDArray[np.int64] = np.minimum(first_stop, ends) - begins
     return emitted
+
+
+class StandardJudgement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Standard rejection sampling: what decides about the drafts of a step."""
+
+    ratio: NDArray[np.float32]
+    """[sum k] p(d) / q(d); -1 where masked, and at a request's last position, where no draft is judged."""
+    residual: NDArray[np.int32]
+    """[sum k] the token in a rejected draft's place; MASKED where masked."""
+    bonus: NDArray[np.int32]
+    """[V] the token after all drafts of a verify, or of a final chunk; MASKED where masked."""
+
+
+def standard_tokens(
+    drafts: NDArray[Any],
+    judgement: StandardJudgement,
+    k: NDArray[Any],
+    *,
+    seeds: NDArray[np.int64],
+    positions: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """[sum (k + 1)] tokens for `count_emitted`: the draft where u < ratio, else the residual; then the bonus.
+
+    A residual never equals its draft (but for one at the request's last position, which nothing follows), so
+    that rule then emits accepted drafts and what takes the place of the first other.
+    seeds [V]: bit patterns of uint64. positions [V]: position of each verify's first token.
+    """
+    num_drafts = k.astype(np.int64)
+    ends = np.cumsum(num_drafts + 1)
+    depth = np.arange(len(drafts)) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
+    accepted = accept_uniform(np.repeat(seeds, num_drafts), np.repeat(positions, num_drafts) + depth)
+    tokens = np.empty(len(drafts) + len(num_drafts), np.int64)
+    is_draft = np.ones(len(tokens), bool)
+    is_draft[ends - 1] = False
+    tokens[is_draft] = np.where(accepted < judgement.ratio, drafts, judgement.residual)
+    tokens[ends - 1] = judgement.bonus
+    return tokens
+
+
+def accept_uniform(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Uniform multiples of 2^-24 below 1, exact in float32: word 0 of token 0 at each (seed, position)."""
+    # The arithmetic of Philox holds for int64 arrays as for tensors: products wrap, their low bits are right.
+    at: Any = positions
+    of: Any = seeds
+    low, high = split64(at)
+    zero = np.zeros_like(at)
+    words = philox4x32((zero, low, high, zero + int(Purpose.ACCEPT)), split64(of))
+    uniform: NDArray[np.float32] = ((words[0] >> 8) * 2.0**-24).astype(np.float32)
+    return uniform

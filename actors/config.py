@@ -31,6 +31,8 @@ class GroupConfig:
     kv_cache_dtype: str
     """Storage of the cache; the same names."""
     attention_backend: str = "torch"
+    rejection_sampling: Literal["coupled", "standard"] = "coupled"
+    """How drafts are accepted at a temperature above 0. Coupled streams do not depend on k."""
     scheduling: Literal["sync", "deferred"] = "sync"
     """deferred: a step is sent while the one before it still runs."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"

@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.acceptance import StandardJudgement
+
 Int32s = NDArray[np.int32]
 Uint8s = NDArray[np.uint8]
 Float32s = NDArray[np.float32]
@@ -146,7 +148,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     drafts: Int32s
     """[sum k] the drafts that the verify rows really held."""
     tokens: Int32s
-    """[M] the target's own token of each row; -1 where masked."""
+    """[M], empty with a judgement: the target's own token of each row; -1 where masked."""
     length: Int32s
     """[N] tokens whose KV or hidden state the shard holds after the step, by the acceptance rule."""
     logprobs: TokenLogprobs | None = None
@@ -154,6 +156,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prompt_logprobs: TokenLogprobs | None = None
     """Prompt tokens that the rows of chunks with num_prompt_logprobs >= 0 predict, in order of the rows: row
     position p predicts token p + 1 while that is part of the prompt."""
+    judgement: StandardJudgement | None = None
+    """Standard rejection sampling: instead of tokens."""
 
 
 _EXT_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<i4"), 2: np.dtype("<u1"), 3: np.dtype("<f4")}

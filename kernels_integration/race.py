@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 
 from kernels_integration.noise import gumbel, random_bits, uniform
+from kernels_integration.philox import Purpose
 
 _TOKENS_AT_ONCE = 1 << 18  # bounds the memory of a large batch
 _SLACK = 1e-4
 
 
-def race(scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def race(
+    scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose = Purpose.COUPLED
+) -> tuple[Tensor, Tensor]:
     """([R] float64 best s + gumbel, [R] int64 its token id); equal scores: the lower id.
 
     scaled: [R, V] float32 or float64 without NaN or +inf; seed, position: [R] int64. A row of -inf alone
@@ -36,10 +39,13 @@ def race(scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor) -> tu
     scores, tokens = [], []
     for row in range(0, num_rows, rows_at_once):
         part = slice(row, row + rows_at_once)
-        score, token = _race(scaled[part, :columns_at_once], vocab_start, seed[part], position[part])
+        first = scaled[part, :columns_at_once]
+        score, token = _race(first, vocab_start, seed[part], position[part], purpose)
         for column in range(columns_at_once, count, columns_at_once):
             columns = scaled[part, column : column + columns_at_once]
-            later_score, later_token = _race(columns, vocab_start + column, seed[part], position[part])
+            later_score, later_token = _race(
+                columns, vocab_start + column, seed[part], position[part], purpose
+            )
             token = torch.where(later_score > score, later_token, token)
             score = torch.maximum(score, later_score)
         scores.append(score)
@@ -47,8 +53,10 @@ def race(scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor) -> tu
     return torch.cat(scores), torch.cat(tokens)
 
 
-def _race(scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    bits = random_bits(seed, position, vocab_start, scaled.shape[1])
+def _race(
+    scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose
+) -> tuple[Tensor, Tensor]:
+    bits = random_bits(seed, position, vocab_start, scaled.shape[1], purpose)
     peak = scaled.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(scaled.dtype).min)
     weight = (scaled - peak).exp_()
     ratio = uniform(bits, scaled.dtype).div_(weight)

@@ -98,12 +98,12 @@ def _draw(logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collective
     greedy = (rows.temperature < GREEDY_BELOW) | (rows.top_k == 1)
     if bool(greedy.all()):
         value, column = row_max(logits)
-        return _best_of_ranks(value.double(), column + vocab_start, comm)
+        return best_of_ranks(value.double(), column + vocab_start, comm)
 
     filtered = rows.cuts().active(comm.size * logits.shape[1]) & ~greedy
     if not bool((greedy | filtered).any()):
         scaled = logits / rows.temperature.to(logits.dtype).unsqueeze(1)
-        return _best_of_ranks(*race(scaled, vocab_start, rows.seed, rows.position), comm)
+        return best_of_ranks(*race(scaled, vocab_start, rows.seed, rows.position), comm)
     tokens = torch.empty_like(rows.seed)
     whole = (~filtered).nonzero().squeeze(1)
     if len(whole):
@@ -129,7 +129,7 @@ def _draw_unfiltered(
         row = index[noisy]
         scaled = _scaled(logits, rows, row)
         value[noisy], token[noisy] = race(scaled, vocab_start, rows.seed[row], rows.position[row])
-    return _best_of_ranks(value, token, comm)
+    return best_of_ranks(value, token, comm)
 
 
 def _draw_filtered(
@@ -150,7 +150,7 @@ def _scaled(logits: Tensor, rows: SamplingRows, index: Tensor) -> Tensor:
     return part / rows.temperature[index].to(logits.dtype).unsqueeze(1)
 
 
-def _best_of_ranks(value: Tensor, token: Tensor, comm: Collectives) -> Tensor:
+def best_of_ranks(value: Tensor, token: Tensor, comm: Collectives) -> Tensor:
     """[R] token of the greatest value over all ranks, ties to the lower id; value, token: [R]."""
     if comm.size > 1:
         # One message: the float64's bits beside the id.

@@ -4,12 +4,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from actors.acceptance import MASKED, count_emitted
+from actors.acceptance import MASKED, count_emitted, standard_tokens
 from actors.config import GroupConfig
 from actors.coordinator.acceptance_counters import AcceptanceCounters
 from actors.coordinator.blocks import BlockManager
@@ -171,8 +172,9 @@ class Coordinator:
         step = self._checked_step(output)
         self._outstanding.popleft()
         verifies, chunks = step.schedule.verifies, step.schedule.chunks
-        num_emitted = count_emitted(output.drafts, output.tokens, step.k).tolist()
-        tokens, lengths = tuple(output.tokens.tolist()), output.length.tolist()
+        drawn = output.tokens if output.judgement is None else _judged_tokens(step, output)
+        num_emitted = count_emitted(output.drafts, drawn, step.k).tolist()
+        tokens, lengths = tuple(drawn.tolist()), output.length.tolist()
         logprobs, prompt_logprobs = LogprobRows(output.logprobs), LogprobRows(output.prompt_logprobs)
         first = 0
         for rows, num, length in zip(verifies, num_emitted, lengths, strict=False):
@@ -263,7 +265,10 @@ class Coordinator:
             )
         num_drafts = int(oldest.k.sum())
         expected_sizes = (num_drafts, num_drafts + len(oldest.k), oldest.num_requests)
-        sizes = (len(output.drafts), len(output.tokens), len(output.length))
+        num_tokens = len(output.tokens)
+        if output.judgement is not None:
+            num_tokens = len(output.judgement.residual) + len(output.judgement.bonus)
+        sizes = (len(output.drafts), num_tokens, len(output.length))
         if sizes != expected_sizes:
             raise LatentrayError(
                 f"step {oldest.step}: the shards reported {sizes} drafts, tokens and lengths; "
@@ -341,4 +346,21 @@ def _wrong_length(request: RequestState, length: int, expected: int) -> Latentra
     """The shards' own count of a request's tokens must equal the coordinator's."""
     return LatentrayError(
         f"request {request.request.request_id!r}: the shards hold {length} tokens; expected {expected}"
+    )
+
+
+def _judged_tokens(step: _OutstandingStep, output: StepOutput) -> NDArray[Any]:
+    """Standard rejection sampling: the shards' own decision about the drafts, repeated."""
+    assert output.judgement is not None
+    requests = [rows.request for rows in step.schedule.verifies]
+    # Where a request has ended or was preempted since, nobody looks at its tokens.
+    positions = [len(request.tokens) for request in requests]
+    seeds = [request.request.seed for request in requests]
+    final_chunks = [0] * (len(step.k) - len(requests))  # they have no drafts
+    return standard_tokens(
+        output.drafts,
+        output.judgement,
+        step.k,
+        seeds=np.array(seeds + final_chunks, np.uint64).astype(np.int64),
+        positions=np.array(positions + final_chunks, np.int64),
     )

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.acceptance import MASKED
 from actors.config import GroupConfig
 from actors.messages import PENDING_CAPACITY, StepInput, StepOutput, TokenLogprobs
 from actors.model.model import Model
@@ -21,8 +20,8 @@ from actors.shard.mtp_modules import MtpModules
 from actors.shard.pending import PendingRows
 from actors.shard.progress import SlotProgress
 from actors.shard.prompt_logprobs import PromptLogprobs
+from actors.shard.samplers import Verified, make_sampler
 from actors.shard.sampling_state import SamplingState
-from actors.shard.slot_rules import Preceding
 from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
@@ -30,7 +29,6 @@ from kernels_integration.kv_cache import KVCache
 from kernels_integration.logprobs import Logprobs
 from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
-from kernels_integration.sampling import Sampled, sample
 from kernels_integration.spans import Span, Spans
 
 Int64s = NDArray[np.int64]
@@ -73,6 +71,7 @@ class Shard:
             "slice_size": -(-model.config.vocab_size // tp.size),
         }
         self._sampling = SamplingState(config.max_num_seqs, **vocabulary)
+        self._sampler = make_sampler(config, self._sampling, model.vocab_start, tp)
         self._prompt_logprobs = PromptLogprobs(**vocabulary)
         self._pending = PendingRows(
             num_slots=config.max_num_seqs if config.num_speculative_tokens else 0,
@@ -98,8 +97,9 @@ class Shard:
         with self._spans("verify"):
             hidden = self._verify(step, rows, drafts)
         with self._spans("sampling"):
-            sampled, tokens = self._sample(rows, hidden, drafts)
+            verified = self._sample(rows, hidden, drafts)
             prompt_logprobs = self._prompt_logprobs.of_step(rows, hidden, self._model.logits, self._tp)
+        tokens, judgement = verified.tokens, verified.judgement
         num_emitted = rows.num_emitted(drafts.numpy(), tokens)
         lengths = rows.lengths(num_emitted)
         if self._tp.rank == 0:
@@ -108,10 +108,11 @@ class Shard:
                     epoch=step.epoch,
                     step=step.step,
                     drafts=drafts.numpy().astype(np.int32),
-                    tokens=tokens.astype(np.int32),
+                    tokens=tokens.astype(np.int32) if judgement is None else np.empty(0, np.int32),
                     length=lengths,
-                    logprobs=_logprobs_message(sampled.logprobs),
+                    logprobs=_logprobs_message(verified.logprobs),
                     prompt_logprobs=_logprobs_message(prompt_logprobs),
+                    judgement=judgement,
                 )
             )
         self._progress.advance(rows.slots, lengths)
@@ -149,9 +150,9 @@ class Shard:
         for i in range(k_max):
             active = rows.num_drafting(i)
             slots, anchors = rows.slots[:active], rows.starts[:active]
-            drafts[:active, i] = self._sample_tokens(
-                states[:active, -1], slots, anchors + i + 1, drafts[:active, :i]
-            )
+            with self._spans("sampling"):
+                logits = self._model.logits(states[:active, -1])
+                drafts[:active, i] = self._sampler.draft(logits, slots, anchors + i + 1, drafts[:active, :i])
             following, num_rows = rows.num_drafting(i + 1), min(i + 1, num_modules)
             if following:
                 slots, anchors = rows.slots[:following], rows.starts[:following]
@@ -200,29 +201,12 @@ class Shard:
         )
         return self._model.forward(token_ids, row_batch, self._cache, self._planner())
 
-    def _sample(self, rows: StepRows, hidden: Tensor, drafts: Tensor) -> tuple[Sampled, Int64s]:
-        """The target's own token of every verify row and of every final chunk; [M], -1 where masked."""
-        target_rows, slots, positions = rows.sampled_rows()
+    def _sample(self, rows: StepRows, hidden: Tensor, drafts: Tensor) -> Verified:
+        """The tokens of every verify row and of every final chunk."""
+        target_rows, _, _ = rows.sampled_rows()
         if len(target_rows) < len(hidden):
             hidden = hidden[torch.from_numpy(target_rows)]
-        sampling = self._sampling.rows(
-            slots, positions, preceding=rows.preceding(drafts.numpy()), with_logprobs=True
-        )
-        sampled = sample(self._model.logits(hidden), self._model.vocab_start, sampling, self._tp)
-        is_masked = positions >= self._progress.limits(slots)
-        return sampled, np.where(is_masked, MASKED, sampled.tokens.numpy())
-
-    def _sample_tokens(self, state: Tensor, slots: Int64s, positions: Int64s, before: Tensor) -> Tensor:
-        """[b] the next draft of each request; before: [b, i] its drafts so far."""
-        with self._spans("sampling"):
-            num_before = before.shape[1]
-            preceding = Preceding(
-                tokens=before.flatten().numpy(),
-                first=np.arange(len(slots)) * num_before,
-                count=np.full(len(slots), num_before),
-            )
-            sampling = self._sampling.rows(slots, positions, preceding=preceding, with_logprobs=False)
-            return sample(self._model.logits(state), self._model.vocab_start, sampling, self._tp).tokens
+        return self._sampler.verify(self._model.logits(hidden), rows, drafts)
 
     def _fill_prompt(self, step: StepInput, rows: StepRows, hidden: Tensor) -> None:
         """Run the MTP modules over the chunks' own rows: slot p from h[p-1] and t[p]; slot 0 stays empty.

@@ -90,6 +90,11 @@ class StepRows:
         chunk_positions = (self.starts + self.counts - 1)[self.final]
         return rows, slots, np.concatenate([verify_positions, chunk_positions]) + 1
 
+    def token_limits(self) -> Int64s:
+        """[M] limits of the requests of `sampled_rows`: a token drawn for there or beyond is masked."""
+        v = self.num_verifies
+        return np.concatenate([np.repeat(self.limits[:v], self.counts[:v]), self.limits[self.final]])
+
     def preceding(self, drafts: Int64s) -> Preceding:
         """The drafts before each of `sampled_rows`; drafts: [sum k], packed by request."""
         num_tokens = self.k + 1

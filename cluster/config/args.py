@@ -161,6 +161,14 @@ class EngineArgs(BaseModel):
             shown_default="3, or 0 without MTP weights",
         ),
     ] = None
+    rejection_sampling: Annotated[
+        Literal["coupled", "standard"],
+        Field(
+            description="How drafts are accepted at a temperature above 0. coupled: when they are the "
+            "target's own token, so streams do not depend on drafts. standard: with probability min(1, p/q)."
+        ),
+        Setting(rule="coupled or standard", group="Speculation", metavar="{coupled,standard}"),
+    ] = "coupled"
 
     max_num_seqs: Annotated[
         Count,

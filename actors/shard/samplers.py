@@ -1,0 +1,171 @@
+"""The two ways to draw drafts and target tokens: coupled by shared noise, or by rejection sampling."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.acceptance import MASKED, StandardJudgement, standard_tokens
+from actors.config import GroupConfig
+from actors.shard.sampling_state import SamplingState
+from actors.shard.slot_rules import Preceding
+from actors.shard.step_rows import StepRows
+from kernels_integration.collectives import Collectives
+from kernels_integration.logprobs import Logprobs, logprobs_of
+from kernels_integration.philox import Purpose
+from kernels_integration.rejection import draw, judge, probabilities
+from kernels_integration.sampling import SamplingRows, sample, without_nan
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """The tokens of a step."""
+
+    tokens: Int64s
+    """[M] of every verify row and final chunk, for the rule of actors.acceptance; MASKED where masked."""
+    logprobs: Logprobs | None
+    """Of the rows that asked."""
+    judgement: StandardJudgement | None = None
+    """What standard rejection sampling came to `tokens` by; the coordinator repeats it."""
+
+
+class Sampler(Protocol):
+    """Draws for one rank; collective, and the same on every rank."""
+
+    def draft(self, logits: Tensor, slots: Int64s, positions: Int64s, before: Tensor) -> Tensor:
+        """[b] the next draft of each request; before: [b, i] its drafts so far in this step."""
+        ...
+
+    def verify(self, logits: Tensor, rows: StepRows, drafts: Tensor) -> Verified:
+        """logits: of rows.sampled_rows(); drafts: [sum k], packed by request."""
+        ...
+
+
+def make_sampler(config: GroupConfig, state: SamplingState, vocab_start: int, comm: Collectives) -> Sampler:
+    standard = config.rejection_sampling == "standard" and config.num_speculative_tokens > 0
+    return (StandardSampler if standard else CoupledSampler)(state, vocab_start, comm)
+
+
+class CoupledSampler:
+    """Target and draft share their noise: a draft is right when it is the target's own token."""
+
+    def __init__(self, state: SamplingState, vocab_start: int, comm: Collectives) -> None:
+        self._state = state
+        self._vocab_start = vocab_start
+        self._comm = comm
+
+    def draft(self, logits: Tensor, slots: Int64s, positions: Int64s, before: Tensor) -> Tensor:
+        rows = self._state.rows(slots, positions, preceding=_before(before), with_logprobs=False)
+        return sample(logits, self._vocab_start, rows, self._comm).tokens
+
+    def verify(self, logits: Tensor, rows: StepRows, drafts: Tensor) -> Verified:
+        _, slots, positions = rows.sampled_rows()
+        sampling = self._state.rows(
+            slots, positions, preceding=rows.preceding(drafts.numpy()), with_logprobs=True
+        )
+        sampled = sample(logits, self._vocab_start, sampling, self._comm)
+        return Verified(
+            tokens=np.where(positions >= rows.token_limits(), MASKED, sampled.tokens.numpy()),
+            logprobs=sampled.logprobs,
+        )
+
+
+class StandardSampler:
+    """Accept with probability min(1, p/q), else draw from what q left over. Streams depend on k."""
+
+    def __init__(self, state: SamplingState, vocab_start: int, comm: Collectives) -> None:
+        self._state = state
+        self._vocab_start = vocab_start
+        self._comm = comm
+        self._draft_probabilities: list[Tensor] = []
+        """Of this step's i-th drafts: [requests with more than i drafts, V]."""
+
+    def draft(self, logits: Tensor, slots: Int64s, positions: Int64s, before: Tensor) -> Tensor:
+        if before.shape[1] == 0:
+            self._draft_probabilities = []
+        rows = self._state.rows(slots, positions, preceding=_before(before), with_logprobs=False)
+        probability = probabilities(logits, self._vocab_start, rows, self._comm)
+        self._draft_probabilities.append(probability)
+        return draw(probability, self._vocab_start, rows.seed, rows.position, Purpose.DRAFT, self._comm)
+
+    def verify(self, logits: Tensor, rows: StepRows, drafts: Tensor) -> Verified:
+        _, slots, positions = rows.sampled_rows()
+        sampling = self._state.rows(
+            slots, positions, preceding=rows.preceding(drafts.numpy()), with_logprobs=True
+        )
+        target = probabilities(logits, self._vocab_start, sampling, self._comm)
+        last = np.cumsum(rows.token_counts) - 1
+        judged = np.delete(np.arange(len(slots)), last)
+        judged_rows = torch.from_numpy(judged)
+        judgement = judge(
+            target[judged_rows],
+            self._packed_draft_probabilities(rows, target),
+            drafts,
+            self._vocab_start,
+            sampling.seed[judged_rows],
+            sampling.position[judged_rows],
+            self._comm,
+        )
+        # A request's last token is always a bonus: how many drafts reach beyond it depends on how much the
+        # coordinator knew when it chose k, and deferred streams must equal synchronous ones.
+        limits = rows.token_limits()
+        closing = np.flatnonzero(positions[judged] == limits[judged] - 1)
+        bonus_rows = np.concatenate([last, judged[closing]])
+        bonus = self._bonus(target, torch.from_numpy(bonus_rows), sampling)
+        ratio, residual = judgement.ratio.numpy(), judgement.residual.numpy()
+        ratio[closing], residual[closing] = -1, bonus[len(last) :]
+        masked = positions >= limits
+        report = StandardJudgement(
+            ratio=np.where(masked[judged], -1, ratio).astype(np.float32),
+            residual=np.where(masked[judged], MASKED, residual).astype(np.int32),
+            bonus=np.where(masked[last], MASKED, bonus[: len(last)]).astype(np.int32),
+        )
+        tokens = standard_tokens(
+            drafts.numpy(),
+            report,
+            rows.token_counts - 1,
+            seeds=sampling.seed.numpy()[last],
+            positions=rows.token_starts,
+        )
+        return Verified(
+            tokens=tokens,
+            logprobs=self._logprobs(logits, tokens, sampling.logprob_rows, sampling.num_logprobs),
+            judgement=report,
+        )
+
+    def _bonus(self, target: Tensor, rows: Tensor, sampling: SamplingRows) -> Int64s:
+        """Tokens of rows without a draft to judge."""
+        seed, position = sampling.seed[rows], sampling.position[rows]
+        return draw(target[rows], self._vocab_start, seed, position, Purpose.BONUS, self._comm).numpy()
+
+    def _packed_draft_probabilities(self, rows: StepRows, target: Tensor) -> Tensor:
+        """[sum k, V], by request, as the drafts are packed."""
+        if not rows.k.any():
+            return target[:0]
+        by_depth = torch.cat(self._draft_probabilities)
+        first = np.cumsum([0, *(len(part) for part in self._draft_probabilities[:-1])])
+        request = np.repeat(np.arange(rows.num_verifies), rows.k)
+        depth = np.arange(len(request)) - np.repeat(np.cumsum(rows.k) - rows.k, rows.k)
+        return by_depth[torch.from_numpy(first[depth] + request)]
+
+    def _logprobs(
+        self, logits: Tensor, tokens: Int64s, asked: Tensor | None, num_top: int
+    ) -> Logprobs | None:
+        if num_top < 0 or asked is None:
+            return None
+        chosen = torch.from_numpy(np.maximum(tokens, 0))[asked]  # nobody reads those of masked rows
+        return logprobs_of(without_nan(logits[asked]), self._vocab_start, chosen, num_top, self._comm)
+
+
+def _before(drafts: Tensor) -> Preceding:
+    num_requests, num_before = drafts.shape
+    return Preceding(
+        tokens=drafts.flatten().numpy(),
+        first=np.arange(num_requests) * num_before,
+        count=np.full(num_requests, num_before),
+    )
