@@ -11,10 +11,10 @@ from actors.model.config import ModelConfig
 from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
 from cluster.config.sizes import format_size
 from kernels_integration.errors import CheckpointError, ConfigError
-from kernels_integration.kv_layout import default_indexer_kv_dtype
 
 DEFAULT_SPECULATIVE_TOKENS = 3
 DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
+_ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def resolve(args: EngineArgs) -> GroupConfig:
@@ -35,10 +35,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         )
     dtype = "float32" if args.dtype == "auto" else args.dtype
     kv_cache_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-    indexer_kv_dtype = _indexer_kv_dtype(args, model, kv_cache_dtype)
-    bytes_per_block = args.block_size * kv_bytes_per_token(
-        model, num_speculative_tokens, kv_cache_dtype, indexer_kv_dtype
-    )
+    bytes_per_block = args.block_size * kv_bytes_per_token(model, num_speculative_tokens, kv_cache_dtype)
     num_kv_blocks = _num_kv_blocks(args, bytes_per_block)
     return GroupConfig(
         model_path=str(path),
@@ -56,7 +53,6 @@ def resolve(args: EngineArgs) -> GroupConfig:
         num_kv_blocks=num_kv_blocks,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
-        indexer_kv_dtype=indexer_kv_dtype,
         attention_backend="torch" if args.attention_backend == "auto" else args.attention_backend,
         max_logprobs=args.max_logprobs,
         rejection_sampling=args.rejection_sampling,
@@ -64,38 +60,11 @@ def resolve(args: EngineArgs) -> GroupConfig:
     )
 
 
-def kv_bytes_per_token(
-    model: ModelConfig, num_speculative_tokens: int, kv_cache_dtype: str, indexer_kv_dtype: str | None = None
-) -> int:
-    """Bytes that a token takes on the shard that keeps it, all layers together.
-
-    indexer_kv_dtype None: what goes with kv_cache_dtype.
-    """
+def kv_bytes_per_token(model: ModelConfig, num_speculative_tokens: int, dtype: str) -> int:
+    """Bytes that a token takes on the shard that keeps it, all layers together."""
     num_layers = model.num_hidden_layers + model.num_drafting_layers(num_speculative_tokens)
-    layout = model.kv_layout(kv_cache_dtype, indexer_kv_dtype)
-    return layout.bytes_per_token(num_layers, len(model.index_layers(num_layers)))
-
-
-def describe_kv_cache(config: GroupConfig) -> str:
-    """Formats, bytes of a token and tokens in all of a group's cache, for people.
-
-    Errors: CheckpointError.
-    """
-    model = ModelConfig.from_pretrained(config.model_path)
-    formats = config.kv_cache_dtype
-    if config.indexer_kv_dtype not in (None, config.kv_cache_dtype):
-        formats += f", indexer keys in {config.indexer_kv_dtype}"
-    return (
-        f"{group_kv_bytes_per_token(config, model)} bytes per token in {formats}; "
-        f"{config.num_kv_blocks * config.tokens_per_block} tokens fit"
-    )
-
-
-def group_kv_bytes_per_token(config: GroupConfig, model: ModelConfig) -> int:
-    """`kv_bytes_per_token` of a group of `model`."""
-    return kv_bytes_per_token(
-        model, config.num_speculative_tokens, config.kv_cache_dtype, config.indexer_kv_dtype
-    )
+    index_values = len(model.index_layers(num_layers)) * model.index_head_dim
+    return (num_layers * model.latent_dim + index_values) * _ITEM_SIZES[dtype]
 
 
 def has_mtp_weights(model: ModelConfig, path: Path) -> bool:
@@ -141,16 +110,6 @@ def _check_interleave(args: EngineArgs) -> None:
             f"cp-kv-cache-interleave-size {interleave} does not divide block-size {block}; "
             f"use one of {legal}, or another block size"
         )
-
-
-def _indexer_kv_dtype(args: EngineArgs, model: ModelConfig, kv_cache_dtype: str) -> str:
-    if args.indexer_kv_dtype == "auto":
-        return default_indexer_kv_dtype(kv_cache_dtype)
-    if not model.has_indexer:
-        raise ConfigError(
-            f"indexer-kv-dtype is {args.indexer_kv_dtype}, but {args.model} has no indexer; use auto"
-        )
-    return args.indexer_kv_dtype
 
 
 def _num_speculative_tokens(args: EngineArgs, model: ModelConfig, path: Path) -> int:
