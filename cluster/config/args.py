@@ -43,6 +43,7 @@ def _whole_number(value: Any) -> Any:
 
 # Bounds stand inside, so that the JSON schema shows them.
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole_number)]
+CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(_whole_number)]
 NumDrafts = Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS), BeforeValidator(_whole_number)]
 Seed = Annotated[int, Field(ge=0, lt=2**64), BeforeValidator(_whole_number)]
 Port = Annotated[int, Field(ge=0, le=65535), BeforeValidator(_whole_number)]
@@ -180,6 +181,25 @@ class EngineArgs(BaseModel):
         Field(description="Rows of one step, at most: prompt chunks, and k + 1 for each running request."),
         Setting(rule=_AT_LEAST_ONE, group="Scheduling"),
     ] = 2048
+    scheduling: Annotated[
+        Literal["sync", "deferred"],
+        Field(description="deferred sends a step while the one before it still runs. Same streams."),
+        Setting(rule="sync or deferred", group="Scheduling", metavar="{sync,deferred}"),
+    ] = "sync"
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        Field(description="Who is served first: who came first, or whose priority number is lowest."),
+        Setting(rule="fcfs or priority", group="Scheduling", metavar="{fcfs,priority}"),
+    ] = "fcfs"
+    long_prefill_token_threshold: Annotated[
+        CountOrZero | None,
+        Field(description="Rows of a step that one prompt gets while others wait, at most; 0: no bound."),
+        Setting(
+            rule="a whole number >= 0",
+            group="Scheduling",
+            shown_default="half of --max-num-batched-tokens",
+        ),
+    ] = None
 
     block_size: Annotated[
         Count,
@@ -191,6 +211,16 @@ class EngineArgs(BaseModel):
         Field(description="Blocks of the KV cache on each shard, instead of a memory budget."),
         Setting(rule=_AT_LEAST_ONE, group="KV cache", shown_default="what --kv-cache-memory-bytes holds"),
     ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        Field(description="Compute the common beginning of prompts once."),
+        Setting(rule="true or false", group="KV cache"),
+    ] = True
+    prefix_caching_hash_algo: Annotated[
+        Literal["xxhash", "sha256"],
+        Field(description="How common beginnings are found. sha256 resists prompts made to collide."),
+        Setting(rule="xxhash or sha256", group="KV cache", metavar="{xxhash,sha256}"),
+    ] = "xxhash"
     kv_cache_memory_bytes: Annotated[
         Size | None,
         Field(description="Memory of the KV cache on each shard; K, M and G count in powers of 1024."),

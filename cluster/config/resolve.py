@@ -49,6 +49,11 @@ def resolve(args: EngineArgs) -> GroupConfig:
         max_model_len=_max_model_len(args, model, num_kv_blocks, bytes_per_block),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        scheduling=args.scheduling,
+        scheduling_policy=args.scheduling_policy,
+        long_prefill_token_threshold=_long_prefill_token_threshold(args),
+        enable_prefix_caching=args.enable_prefix_caching,
+        prefix_caching_hash_algo=args.prefix_caching_hash_algo,
         block_size=args.block_size,
         num_kv_blocks=num_kv_blocks,
         dtype=dtype,
@@ -122,6 +127,12 @@ def _num_speculative_tokens(args: EngineArgs, model: ModelConfig, path: Path) ->
             f"(model.layers.{model.num_hidden_layers}.*); use 0, or a checkpoint that keeps its MTP layer"
         )
     return args.num_speculative_tokens
+
+
+def _long_prefill_token_threshold(args: EngineArgs) -> int:
+    if args.long_prefill_token_threshold is None:
+        return max(args.max_num_batched_tokens // 2, 1)
+    return args.long_prefill_token_threshold
 
 
 def _num_kv_blocks(args: EngineArgs, bytes_per_block: int) -> int:

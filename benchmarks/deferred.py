@@ -1,0 +1,186 @@
+"""Deferred against sync scheduling: tokens per second, and how much of the coordinator's time is hidden.
+
+    python -m benchmarks.deferred [--executor inline ray] [--requests 1 8 32] [--drafts 0 3] [--repeats 3]
+
+Modes alternate within one run, and the best of the repeats counts: other work on the machine slows both.
+"Hidden" is the part of the coordinator's time (choose, commit) during which the shards had a step to run.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from actors.config import GroupConfig
+from actors.inline_group import InlineGroup
+from actors.requests import Request
+from actors.sampling_params import SamplingParams
+from cluster.config import EngineArgs, load_settings
+from cluster.group_client import GroupClient
+from cluster.launch import launch_group
+
+PROMPT_LEN = 32
+NEW_TOKENS = 64
+Interval = tuple[float, float]
+
+
+def config_for(num_drafts: int, num_requests: int, scheduling: str, tp: int) -> GroupConfig:
+    settings = {
+        "num_speculative_tokens": num_drafts,
+        "max_num_seqs": num_requests,
+        "max_model_len": PROMPT_LEN + NEW_TOKENS,
+        "scheduling": scheduling,
+        "tensor_parallel_size": tp,
+        "kv_cache_memory_bytes": "64M",
+    }
+    return load_settings(EngineArgs, settings, environ={}).args.resolve()
+
+
+def requests_for(num_requests: int, tag: str) -> list[Request]:
+    """Different prompts, so that nothing is found in the prefix cache."""
+    return [
+        Request(
+            request_id=f"{tag}-{i}",
+            prompt_token_ids=tuple((hash((tag, i, j)) % 4000) + 2 for j in range(PROMPT_LEN)),
+            params=SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True),
+            seed=i,
+            eos_token_ids=(1,),
+        )
+        for i in range(num_requests)
+    ]
+
+
+class Timeline:
+    """When the coordinator worked, and when the shards had a step to run."""
+
+    def __init__(self, group: InlineGroup) -> None:
+        self.coordinator: list[Interval] = []
+        self.shards: list[Interval] = []
+        self._sent: list[float] = []
+        self._last_report = 0.0
+        coordinator, shards = group._coordinator, group._shards
+        for name in ("schedule", "process", "take_updates"):
+            setattr(coordinator, name, self._timed(getattr(coordinator, name)))
+        self._send, self._next_report = shards.send, shards.next_report
+        shards.send = self._note_send  # type: ignore[method-assign]
+        shards.next_report = self._note_report  # type: ignore[method-assign]
+
+    def hidden(self) -> float:
+        """Share of the coordinator's time that lies within a step of the shards."""
+        total = sum(end - begin for begin, end in self.coordinator)
+        covered = sum(
+            max(0.0, min(end, step_end) - max(begin, step_begin))
+            for begin, end in self.coordinator
+            for step_begin, step_end in self.shards
+        )
+        return covered / total
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = call(*args)
+            self.coordinator.append((begin, time.perf_counter()))
+            return result
+
+        return timed
+
+    def _note_send(self, step: Any) -> None:
+        self._sent.append(time.perf_counter())
+        self._send(step)
+
+    def _note_report(self) -> Any:
+        output = self._next_report()
+        now = time.perf_counter()
+        self.shards.append((max(self._sent.pop(0), self._last_report), now))
+        self._last_report = now
+        return output
+
+
+def run_inline(group: InlineGroup, requests: list[Request]) -> float:
+    """Seconds for all requests together."""
+    for request in requests:
+        group.submit(request)
+    begin = time.perf_counter()
+    while group.has_work:
+        group.step()
+    return time.perf_counter() - begin
+
+
+async def run_served(addresses: dict[str, str], num_requests: int, repeats: int) -> dict[str, float]:
+    """Best seconds of each mode; the modes take turns."""
+
+    async def drain(client: GroupClient, request: Request) -> None:
+        async for _ in client.generate(request):
+            pass
+
+    seconds: dict[str, list[float]] = {mode: [] for mode in addresses}
+    for repeat in range(repeats + 1):
+        for mode, address in addresses.items():
+            async with GroupClient(address) as client:
+                while not client.healthy:
+                    await asyncio.sleep(0.05)
+                batch = requests_for(num_requests, f"{mode}{repeat}")
+                begin = time.perf_counter()
+                await asyncio.gather(*(drain(client, request) for request in batch))
+                seconds[mode].append(time.perf_counter() - begin)
+    return {mode: min(times[1:]) for mode, times in seconds.items()}
+
+
+def inline(num_requests: int, num_drafts: int, repeats: int, tp: int) -> dict[str, tuple[float, float]]:
+    """Per mode: tokens per second, hidden share."""
+    modes = ("sync", "deferred")
+    groups = {mode: InlineGroup(config_for(num_drafts, num_requests, mode, tp)) for mode in modes}
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    for repeat in range(repeats + 1):
+        for mode, group in groups.items():
+            seconds[mode].append(run_inline(group, requests_for(num_requests, f"{mode}{repeat}")))
+    results = {}
+    for mode, group in groups.items():
+        timeline = Timeline(group)
+        run_inline(group, requests_for(num_requests, f"{mode}-timeline"))
+        group.close()
+        results[mode] = (num_requests * NEW_TOKENS / min(seconds[mode][1:]), timeline.hidden())
+    return results
+
+
+def served(num_requests: int, num_drafts: int, repeats: int, tp: int) -> dict[str, tuple[float, float]]:
+    """Per mode: tokens per second through Ray actors and ZeroMQ."""
+    with ExitStack() as stack:
+        addresses = {}
+        for mode in ("sync", "deferred"):
+            config = config_for(num_drafts, num_requests, mode, tp)
+            group = stack.enter_context(launch_group(config, address="local"))
+            addresses[mode] = group.request_address
+        seconds = asyncio.run(run_served(addresses, num_requests, repeats))
+    return {mode: (num_requests * NEW_TOKENS / s, float("nan")) for mode, s in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--executor", nargs="+", choices=["inline", "ray"], default=["inline"])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1)
+    args = parser.parse_args()
+    for executor in args.executor:
+        measure = inline if executor == "inline" else served
+        for num_drafts in args.drafts:
+            for num_requests in args.requests:
+                results = measure(num_requests, num_drafts, args.repeats, args.tp)
+                sync, deferred = results["sync"], results["deferred"]
+                print(
+                    f"{executor}, tp {args.tp}, {num_drafts} drafts, {num_requests:3d} requests: "
+                    f"sync {sync[0]:7.1f} tokens/s (hidden {sync[1]:4.0%}), "
+                    f"deferred {deferred[0]:7.1f} tokens/s (hidden {deferred[1]:4.0%}): "
+                    f"{deferred[0] / sync[0]:.3f} times",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
