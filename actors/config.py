@@ -29,7 +29,9 @@ class GroupConfig:
     dtype: str
     """Computation: float32, float64 or bfloat16."""
     kv_cache_dtype: str
-    """Storage of the cache; the same names."""
+    """Storage of the latent KV: the same names, or fp8_ds_mla."""
+    indexer_kv_dtype: str | None = None
+    """Storage of the indexer keys: as dtype, or fp8. None: as the latent KV, and fp8 beside fp8_ds_mla."""
     attention_backend: str = "torch"
     rejection_sampling: Literal["coupled", "standard"] = "coupled"
     """How drafts are accepted at a temperature above 0. Coupled streams do not depend on k."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels_integration import attention
+from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import plan_from_indptr
 from kernels_integration.planner import StepPlanner
 from kernels_integration.selection import Selection
@@ -32,14 +33,15 @@ def microseconds(work: Callable[[], object], calls: int) -> float:
 def row_of_results(rows: int) -> list[float]:
     kv_indptr = torch.arange(rows + 1, dtype=torch.int32) * TOPK
     kv_indices = torch.randint(SLOTS, (rows * TOPK,))
-    kv, q = torch.randn(SLOTS, LATENT + ROPE), torch.randn(rows, HEADS, LATENT + ROPE)
+    values, q = torch.randn(SLOTS, LATENT + ROPE), torch.randn(rows, HEADS, LATENT + ROPE)
+    kv = StoredVectors.plain(values)
     o, lse = torch.empty(rows, HEADS, LATENT), torch.empty(rows, HEADS)
     plan = plan_from_indptr(kv_indptr, 1, kv_indices=kv_indices)
     layers = [Selection(kv_indptr=kv_indptr.clone(), kv_indices=kv_indices) for _ in range(2)]
     planner = StepPlanner(1, reuse_split=True)
 
     def fused() -> torch.Tensor:
-        keys = kv.index_select(0, kv_indices).view(rows, 1, TOPK, LATENT + ROPE)
+        keys = values.index_select(0, kv_indices).view(rows, 1, TOPK, LATENT + ROPE)
         return F.scaled_dot_product_attention(q.unsqueeze(1), keys, keys, scale=0.1)
 
     calls = max(5, 4096 // rows)

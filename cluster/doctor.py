@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from actors.config import GroupConfig
-from actors.model.config import ModelConfig
 from cluster.config import ServeArgs
-from cluster.config.resolve import kv_bytes_per_token
 from cluster.config.sizes import format_size
+from cluster.kv_report import group_kv_bytes_per_token
 from kernels_integration.errors import LatentrayError
 
 Status = Literal["ok", "warn", "fail"]
@@ -140,13 +139,12 @@ def _tokenizer(args: ServeArgs) -> Check:
 
 def _memory(args: ServeArgs) -> Check:
     config = args.resolve()
-    model = ModelConfig.from_pretrained(config.model_path)
     weights = _num_parameters(config) * _ITEM_SIZES[config.dtype]
     cache = (
         config.tensor_parallel_size
         * config.num_kv_blocks
         * config.block_size
-        * kv_bytes_per_token(model, config.num_speculative_tokens, config.kv_cache_dtype)
+        * group_kv_bytes_per_token(config)
     )
     needed, available = weights + cache, available_memory_bytes()
     detail = (

@@ -82,6 +82,8 @@ class ShardFacts:
     decode_context_parallel_size: int
     dtype: str
     kv_cache_dtype: str
+    indexer_kv_dtype: str | None
+    """None without an indexer."""
     file_bytes: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -108,13 +110,15 @@ def inspect_checkpoint(
     decode_context_parallel_size: int = 1,
     dtype: str = "float32",
     kv_cache_dtype: str | None = None,
+    indexer_kv_dtype: str | None = None,
     memory_bytes: int | None = None,
     check_values: bool = False,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Inspection:
     """All that can be told of a directory; what is wrong is in `problems` and never raised.
 
-    dtype: of the computation; kv_cache_dtype: None is the same. memory_bytes: of one shard.
+    dtype: of the computation; kv_cache_dtype: None is the same; indexer_kv_dtype: None is what goes with it.
+    memory_bytes: of one shard.
     check_values: read all weights and look for NaN, infinity and copies that differ.
     """
     path = Path(path)
@@ -154,6 +158,7 @@ def inspect_checkpoint(
                 dcp_size=decode_context_parallel_size,
                 dtype=dtype,
                 kv_cache_dtype=kv_cache_dtype or dtype,
+                indexer_kv_dtype=indexer_kv_dtype,
                 num_mtp_modules=num_mtp_modules,
                 memory_bytes=memory_bytes,
             )
@@ -235,6 +240,7 @@ def _shard_facts(
     dcp_size: int,
     dtype: str,
     kv_cache_dtype: str,
+    indexer_kv_dtype: str | None,
     num_mtp_modules: int,
     memory_bytes: int | None,
 ) -> ShardFacts:
@@ -246,7 +252,8 @@ def _shard_facts(
         dcp=DcpGroup(1, InProcessCollectives.create(dcp_size)[0]),
         num_mtp_layers=num_mtp_modules,
     )
-    per_token = kv_bytes_per_token(config, num_mtp_modules, kv_cache_dtype)
+    per_token = kv_bytes_per_token(config, num_mtp_modules, kv_cache_dtype, indexer_kv_dtype)
+    key_dtype = config.kv_layout(kv_cache_dtype, indexer_kv_dtype).indexer_kv_dtype
     num_tokens = None
     if memory_bytes is not None:
         num_blocks = max(memory_bytes - size.weight_bytes, 0) // (per_token * BLOCK_SIZE)
@@ -256,6 +263,7 @@ def _shard_facts(
         decode_context_parallel_size=dcp_size,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        indexer_kv_dtype=key_dtype if config.has_indexer else None,
         file_bytes=size.file_bytes,
         weight_bytes=size.weight_bytes,
         kv_bytes_per_token=per_token,

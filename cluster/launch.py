@@ -22,6 +22,7 @@ from actors.model_location import to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import ShardSpec
 from cluster import placement
+from cluster.kv_report import describe_kv_cache
 from cluster.load_report import describe_load
 from cluster.ray_session import RaySession
 from kernels_integration.errors import CollectiveError, LatentrayError, UnavailableError
@@ -190,6 +191,7 @@ class _Group:
             free_port=lambda: ray.get(shards[0].ask("free_port")),
         )
         self.collectives = collectives.kind
+        progress(describe_kv_cache(config))
         progress(f"placed on {placement.count_by_node({m.name: m.node for m in self.members})}")
         loads = [
             shard.actor.load.remote(

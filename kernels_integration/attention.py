@@ -12,18 +12,21 @@ from torch import Tensor
 
 from kernels_integration.dcp import merge_partials
 from kernels_integration.errors import PlanError
+from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import SparseMLAPlan
 
 _TILE_BYTES = 1 << 20
 """Gathered KV of a tile of rows: stays in a core's cache between the two products."""
 
 
-def run(plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, *, sm_scale: float) -> None:
+def run(
+    plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
+) -> None:
     """Row t attends to its planned slots of kv: o[t] = softmax(sm_scale q[t] . k) v, lse[t] its natural LSE.
 
-    q [>= T, H, C + R], kv [slots, C + R], o [as q, H, C] and lse [as q, H] fp32 (fp64 when q is fp64),
-    for T = plan.rows. Computes in lse's dtype. Writes o and lse in place: rows without KV get
-    o = 0, lse = -inf; rows from T on are neither read nor written.
+    q [>= T, H, C + R], kv of C + R values a slot in any format, o [as q, H, C] and lse [as q, H] fp32
+    (fp64 when q is fp64), for T = plan.rows. Computes in lse's dtype. Writes o and lse in place: rows
+    without KV get o = 0, lse = -inf; rows from T on are neither read nor written.
 
     Memory: tiles of rows whose gathered KV, padded to the longest row of the tile, stays within
     1 MiB; a longer row is a tile of its own.
@@ -32,7 +35,7 @@ def run(plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, *, s
     """
     kv_indices = _check_fit(plan, q, kv, o, lse)
     indptr = plan.kv_indptr.tolist()
-    row_bytes = kv.shape[1] * lse.dtype.itemsize
+    row_bytes = kv.dim * lse.dtype.itemsize
     for first, end, longest in _row_tiles(indptr, max(1, _TILE_BYTES // row_bytes)):
         rows = slice(first, end)
         if longest == 0:
@@ -46,7 +49,7 @@ def run(plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, *, s
                 plan.kv_indptr[first:end, None],
                 plan.kv_indptr[first : end + 1].diff().unsqueeze(1),
             )
-            columns = torch.arange(longest, dtype=torch.int32, device=kv.device)
+            columns = torch.arange(longest, dtype=torch.int32, device=q.device)
             padding = columns >= lens
             # Padding reads the row's own first slot again: no KV that the row did not select is touched.
             places = (columns.masked_fill(padding, 0) + starts).clamp_max_(indptr[-1] - 1)
@@ -58,11 +61,17 @@ def run(plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, *, s
 
 
 def _attend_tile(
-    q: Tensor, kv: Tensor, slots: Tensor, padding: Tensor | None, o: Tensor, lse: Tensor, sm_scale: float
+    q: Tensor,
+    kv: StoredVectors,
+    slots: Tensor,
+    padding: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    sm_scale: float,
 ) -> None:
     """Rows q [T, H, C + R] over slots [T * L]; padding [T, L] marks entries that count as absent."""
     T, H, C = o.shape
-    keys = kv.index_select(0, slots).to(lse.dtype).view(T, -1, kv.shape[1])
+    keys = kv.gather(slots, lse.dtype).view(T, -1, kv.dim)
     scores = q.new_empty(T, H, keys.shape[1], dtype=lse.dtype)
     torch.baddbmm(scores, q.to(lse.dtype), keys.mT, beta=0, alpha=sm_scale, out=scores)
     if padding is not None:
@@ -100,7 +109,7 @@ def _row_tiles(indptr: Sequence[int], max_tokens: int) -> Iterator[tuple[int, in
 
 
 def run_work_items(
-    plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, *, sm_scale: float
+    plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
 ) -> None:
     """`run` as a persistent kernel does it: worker by worker, item by item, then the merge of split rows."""
     kv_indices = _check_fit(plan, q, kv, o, lse)
@@ -111,7 +120,7 @@ def run_work_items(
     for worker in range(plan.num_parts):
         for item in work_info[work_indptr[worker] : work_indptr[worker + 1]]:
             _, partial, q_start, q_end, kv_start, kv_end, _, _ = item
-            item_kv = kv[kv_indices[kv_start:kv_end].long()].to(lse.dtype)
+            item_kv = kv.gather(kv_indices[kv_start:kv_end], lse.dtype)
             item_o, item_lse = _attend(q[q_start:q_end].to(lse.dtype), item_kv, C, sm_scale)
             if partial < 0:
                 o[q_start:q_end] = item_o.to(o.dtype)
@@ -138,7 +147,7 @@ def _attend(q: Tensor, kv: Tensor, C: int, sm_scale: float) -> tuple[Tensor, Ten
     return (scores - lse.unsqueeze(-1)).exp() @ kv[:, :C], lse
 
 
-def _check_fit(plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+def _check_fit(plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor) -> Tensor:
     """The plan's indices, if the plan fits the tensors. Compares host integers only."""
     if plan.kv_indices is None:
         raise PlanError("the plan is a split without kv_indices; give it the layer's with with_indices()")
@@ -152,9 +161,9 @@ def _check_fit(plan: SparseMLAPlan, q: Tensor, kv: Tensor, o: Tensor, lse: Tenso
             f"q of {q.shape[1]} heads with o of {o.shape[1]} and lse of {lse.shape[1]}: "
             "give all three the same heads"
         )
-    if q.shape[2] != kv.shape[1] or o.shape[2] > kv.shape[1]:
+    if q.shape[2] != kv.dim or o.shape[2] > kv.dim:
         raise PlanError(
-            f"q of width {q.shape[2]}, kv of {kv.shape[1]} and o of {o.shape[2]}: "
+            f"q of width {q.shape[2]}, kv of {kv.dim} and o of {o.shape[2]}: "
             "q and kv hold C + R entries per token, o the first C"
         )
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -11,53 +11,47 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kernels_integration.kv_formats import StoredVectors, key_format, latent_format
+from kernels_integration.kv_layout import KVLayout
 from kernels_integration.rows import RowBatch
-
-
-def bytes_per_token(num_layers: int, latent_dim: int, index_dim: int | None, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the cache of the rank that owns it."""
-    return num_layers * (latent_dim + (index_dim or 0)) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVCache:
     """Storage of `num_slots` tokens in every layer; layers of the MTP module count too."""
 
-    latents: tuple[Tensor, ...]
-    """Per layer [slots, C+R]: the normed latent c, then the rotated rope part."""
-    keys: tuple[Tensor, ...]
-    """Per layer [slots, D]: the rotated indexer key; [0, D] in a layer that reuses another's selection.
+    latents: tuple[StoredVectors, ...]
+    """Per layer, C+R values a slot: the normed latent c, then the rotated rope part."""
+    keys: tuple[StoredVectors, ...]
+    """Per layer, D values a slot: the rotated indexer key; no slots where another's selection is reused.
 
     Empty for a model without an indexer."""
 
     @classmethod
     def allocate(
         cls,
+        layout: KVLayout,
         num_layers: int,
         num_slots: int,
-        latent_dim: int,
-        index_dim: int | None,
-        dtype: torch.dtype,
         device: torch.device | str = "cpu",
         *,
         index_layers: Collection[int] | None = None,
     ) -> Self:
-        """An empty cache. `latent_dim` is C+R; `index_dim` is None without an indexer.
+        """An empty cache; num_slots * layout.bytes_per_token(...) bytes.
 
         `index_layers` are the layers that run an indexer, None: all; the others keep no keys.
         """
-
         # Zeros: slots that no token has taken yet are read where requests of unequal length share a padded
         # gather; their weight there is 0, and 0 * NaN would be NaN.
-        def storage(slots: int, dim: int) -> Tensor:
-            return torch.zeros(slots, dim, dtype=dtype, device=device)
-
-        latents = tuple(storage(num_slots, latent_dim) for _ in range(num_layers))
-        if index_dim is None:
-            return cls(latents=latents, keys=())
+        latents, keys = latent_format(layout), key_format(layout)
         with_keys = range(num_layers) if index_layers is None else index_layers
-        keys = (storage(num_slots if layer in with_keys else 0, index_dim) for layer in range(num_layers))
-        return cls(latents=latents, keys=tuple(keys))
+        return cls(
+            latents=tuple(StoredVectors.allocate(num_slots, latents, device) for _ in range(num_layers)),
+            keys=tuple(
+                StoredVectors.allocate(num_slots if layer in with_keys else 0, keys, device)
+                for layer in range(num_layers if layout.index_dim else 0)
+            ),
+        )
 
     @property
     def num_layers(self) -> int:
@@ -65,22 +59,20 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        return self.latents[0].shape[0]
+        return self.latents[0].num_slots
 
     @property
     def num_bytes(self) -> int:
-        return sum(storage.nbytes for storage in (*self.latents, *self.keys))
+        return sum(vectors.storage.nbytes for vectors in (*self.latents, *self.keys))
 
-    def latent(self, layer: int) -> Tensor:
-        """[slots, C+R]"""
+    def latent(self, layer: int) -> StoredVectors:
         return self.latents[layer]
 
-    def index_keys(self, layer: int) -> Tensor:
-        """[slots, D]"""
+    def index_keys(self, layer: int) -> StoredVectors:
         return self.keys[layer]
 
     def write(self, layer: int, rows: RowBatch, latent: Tensor, index_key: Tensor | None) -> None:
-        """Store the rows that this rank owns, in the cache's dtype.
+        """Store the rows that this rank owns, in the cache's formats.
 
         `latent` [T, C+R] and `index_key` [T, D] hold every row of the batch; None: this layer has no indexer.
         A slot outside the cache raises IndexError (on a GPU: a device-side assertion).
@@ -92,8 +84,8 @@ class KVCache:
             _write(self.keys[layer], rows, index_key)
 
 
-def _write(storage: Tensor, rows: RowBatch, values: Tensor) -> None:
+def _write(vectors: StoredVectors, rows: RowBatch, values: Tensor) -> None:
     # write_rows ascend, so as many of them as rows are all rows, in order.
     if rows.write_rows.shape[0] != rows.num_rows:
         values = values.index_select(0, rows.write_rows)
-    storage.index_copy_(0, rows.write_slots, values.to(storage.dtype))
+    vectors.write(rows.write_slots, values)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.rows import RowBatch, RowGroup
 
 _NO_POSITION = torch.iinfo(torch.int32).max
@@ -57,7 +58,7 @@ def select_visible(rows: RowBatch) -> Selection:
 
 
 def select_topk(
-    q_index: Tensor, weights: Tensor, index_keys: Tensor, rows: RowBatch, topk: int, dcp: DcpGroup
+    q_index: Tensor, weights: Tensor, index_keys: StoredVectors, rows: RowBatch, topk: int, dcp: DcpGroup
 ) -> Selection:
     """The `min(topk, visible)` tokens of the highest score per row, of which this rank owns a part.
 
@@ -66,7 +67,7 @@ def select_topk(
     counts as -inf, so it is taken last but is never out of range. The ranks' selections partition the
     top-k; every rank must call with the same q_index, weights and rows' positions.
 
-    q_index [T, H, D]; weights [T, H], already scaled by H**-0.5; index_keys [slots, D] of one layer's cache.
+    q_index [T, H, D]; weights [T, H], already scaled by H**-0.5; index_keys of D dims, of one layer.
     Errors: CollectiveError under DCP.
     Source: DeepSeek-V3.2 report, equation 1. Under DCP each rank takes a local top-k of the global size,
     which holds its part of the global one; scores and positions are gathered, and every rank cuts at the
@@ -114,7 +115,9 @@ def _tile(rows: RowBatch, group: RowGroup, requests: slice, request_rows: slice)
     return _Tile(row_start=row_start, row_end=row_end, slots=slots, positions=positions, visible=visible)
 
 
-def _scoring_tiles(rows: RowBatch, index_keys: Tensor, q_index: Tensor) -> Iterator[tuple[_Tile, Tensor]]:
+def _scoring_tiles(
+    rows: RowBatch, index_keys: StoredVectors, q_index: Tensor
+) -> Iterator[tuple[_Tile, Tensor]]:
     """Tiles whose scores per head stay below the tile size, each with its keys [B, L, D]."""
     tile_bytes = _CPU_TILE_BYTES if q_index.device.type == "cpu" else _DEVICE_TILE_BYTES
     for group in rows.groups:
@@ -125,11 +128,7 @@ def _scoring_tiles(rows: RowBatch, index_keys: Tensor, q_index: Tensor) -> Itera
         for first in range(0, group.num_requests, requests_per_tile):
             requests = slice(first, min(first + requests_per_tile, group.num_requests))
             slots = group.kv_slots[requests]
-            keys = (
-                index_keys.index_select(0, slots.reshape(-1))
-                .to(q_index.dtype)
-                .view(*slots.shape, index_keys.shape[1])
-            )
+            keys = index_keys.gather(slots.reshape(-1), q_index.dtype).view(*slots.shape, index_keys.dim)
             if requests_per_tile > 1 or rows_per_tile >= group.rows_per_request:
                 yield _tile(rows, group, requests, slice(0, group.rows_per_request)), keys
                 continue

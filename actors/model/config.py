@@ -10,6 +10,7 @@ from actors.model.config_fields import FieldReader
 from actors.model.quantization import read_block_size
 from actors.model.rope_config import YarnScaling, read_rope
 from kernels_integration.errors import CheckpointError, ConfigError
+from kernels_integration.kv_layout import KVLayout, default_indexer_kv_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,16 @@ class ModelConfig:
     def index_layers(self, num_layers: int) -> tuple[int, ...]:
         """Of the first `num_layers` layers of the cache, those that keep indexer keys."""
         return tuple(layer for layer in range(num_layers) if self.runs_indexer(layer))
+
+    def kv_layout(self, kv_cache_dtype: str, indexer_kv_dtype: str | None = None) -> KVLayout:
+        """What a token takes in the cache; indexer_kv_dtype None: what goes with kv_cache_dtype."""
+        return KVLayout(
+            kv_cache_dtype=kv_cache_dtype,
+            indexer_kv_dtype=indexer_kv_dtype or default_indexer_kv_dtype(kv_cache_dtype),
+            latent_rank=self.kv_lora_rank,
+            rope_dim=self.qk_rope_head_dim,
+            index_dim=self.index_head_dim if self.has_indexer else 0,
+        )
 
     def is_moe_layer(self, layer: int) -> bool:
         """MTP layers, numbered from num_hidden_layers on, always are."""

@@ -13,6 +13,7 @@ from actors.model.layers import halves_to_pairs, layer_norm, rotate_pairs
 from actors.model.linear import Linear
 from actors.model.weights import WeightReader, accumulate_dtype
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.rows import RowBatch
 from kernels_integration.selection import Selection, select_topk
 
@@ -45,7 +46,7 @@ class Indexer:
         return key
 
     def select(
-        self, x: Tensor, cq: Tensor, rope: Tensor, keys: Tensor, rows: RowBatch, dcp: DcpGroup
+        self, x: Tensor, cq: Tensor, rope: Tensor, keys: StoredVectors, rows: RowBatch, dcp: DcpGroup
     ) -> Selection:
         """The top-k of each row from the layer input x [T, hidden], its latent cq and the cached keys."""
         query = self.wq_b(cq).view(x.shape[0], self.num_heads, self.head_dim)

@@ -19,6 +19,7 @@ from actors.model.weights import WeightReader, accumulate_dtype
 from kernels_integration import attention
 from kernels_integration.dcp import DcpGroup, merge_attention
 from kernels_integration.kv_cache import KVCache
+from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import SparseMLAPlan
 from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
@@ -109,7 +110,7 @@ class LatentAttention:
         rotate_pairs(q_rope, rope, out=q[..., self.kv_lora_rank :])
         return q
 
-    def _attend(self, plan: SparseMLAPlan, q: Tensor, latents: Tensor) -> Tensor:
+    def _attend(self, plan: SparseMLAPlan, q: Tensor, latents: StoredVectors) -> Tensor:
         """sum p c over the KV of all DCP ranks, [T, H, C]."""
         if self.dcp.size > 1:
             q = self.dcp.comm.all_gather(q).transpose(0, 1).flatten(1, 2)

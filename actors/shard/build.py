@@ -48,11 +48,9 @@ def build_shard(
     )
     num_layers = model_config.num_hidden_layers + num_mtp_layers
     cache = KVCache.allocate(
+        model_config.kv_layout(config.kv_cache_dtype, config.indexer_kv_dtype),
         num_layers=num_layers,
         num_slots=config.num_kv_blocks * config.block_size,
-        latent_dim=model_config.kv_lora_rank + model_config.qk_rope_head_dim,
-        index_dim=model_config.index_head_dim if model_config.has_indexer else None,
         index_layers=model_config.index_layers(num_layers),
-        dtype=DTYPES[config.kv_cache_dtype],
     )
     return Shard(config, model, cache, tp=tp, dcp=dcp, num_parts=torch.get_num_threads(), spans=spans)

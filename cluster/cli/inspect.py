@@ -9,6 +9,7 @@ import typer
 
 from cluster.cli.progress_line import ProgressLine
 from cluster.cli.tables import print_table
+from cluster.config.args import IndexerKVDtype, KVCacheDtype
 from cluster.config.sizes import format_size, parse_size
 from cluster.errors import EXIT_USAGE
 from kernels_integration.errors import ConfigError
@@ -44,7 +45,14 @@ def inspect(
         _DTYPES, typer.Option("--dtype", help="Computation. auto is float32 on a CPU.")
     ] = "auto",
     kv_cache_dtype: Annotated[
-        _DTYPES, typer.Option("--kv-cache-dtype", help="Storage of the KV cache. auto is --dtype.")
+        KVCacheDtype, typer.Option("--kv-cache-dtype", help="Storage of the latent KV. auto is --dtype.")
+    ] = "auto",
+    indexer_kv_dtype: Annotated[
+        IndexerKVDtype,
+        typer.Option(
+            "--indexer-kv-dtype",
+            help="Storage of the indexer keys. auto is fp8 with fp8_ds_mla, else the latent KV's.",
+        ),
     ] = "auto",
     check_values: Annotated[
         bool, typer.Option("--check-values", help="Read all weights and look for NaN and infinity.")
@@ -73,6 +81,7 @@ def inspect(
             decode_context_parallel_size=decode_context_parallel_size,
             dtype="float32" if dtype == "auto" else dtype,
             kv_cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
+            indexer_kv_dtype=None if indexer_kv_dtype == "auto" else indexer_kv_dtype,
             memory_bytes=memory_bytes,
             check_values=check_values,
             progress=progress,
@@ -155,6 +164,7 @@ def _shard_rows(found: "Inspection") -> list[tuple[str, str]]:
         ("read from files", format_size(shard.file_bytes)),
         ("weights", f"{format_size(shard.weight_bytes)} in {shard.dtype}"),
         ("KV cache", f"{shard.kv_bytes_per_token} bytes per token in {shard.kv_cache_dtype}"),
+        ("indexer keys", shard.indexer_kv_dtype or "none"),
     ]
     if shard.memory_bytes is not None:
         rows.append(("tokens", f"{shard.num_tokens} fit in {format_size(shard.memory_bytes)} per shard"))

@@ -31,6 +31,7 @@ def serve(
 
     Ctrl-C or SIGTERM lets live requests finish; a second one ends at once.
     """
+    from cluster.kv_report import describe_kv_cache
     from cluster.serving import start_server
 
     signal.signal(signal.SIGTERM, _interrupt)  # while it starts, as Ctrl-C
@@ -42,7 +43,7 @@ def serve(
             f"latentray: serving {config.served_model_name} at {server.address} "
             f"(tp {config.tensor_parallel_size}, dcp {config.decode_context_parallel_size}, "
             f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context; "
-            f"started in {progress.elapsed_s:.1f} s)"
+            f"{describe_kv_cache(config)}; started in {progress.elapsed_s:.1f} s)"
         )
         sys.stdout.flush()
         stop = _stop_on_signals()

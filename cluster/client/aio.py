@@ -86,8 +86,12 @@ class AsyncClient:
         return ModelInfo.from_message(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     async def server_info(self) -> ServerInfo:
-        message = await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())
-        return ServerInfo.from_message(message)
+        call = self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=self._timeout_s)
+        try:
+            message = await call
+        except grpc.RpcError as error:
+            raise wire.to_error(error, self.target) from None
+        return ServerInfo.from_message(message, wire.kv_bytes_per_token_of(await call.initial_metadata()))
 
     async def loads(self) -> tuple[Load, ...]:
         """One per group behind the server."""

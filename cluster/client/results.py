@@ -104,10 +104,12 @@ class ServerInfo:
     block_size: int
     dtype: str
     kv_cache_dtype: str
+    kv_bytes_per_token: int | None
+    """On the shard that keeps the token; None: the server does not say."""
     attention_backend: str
 
     @classmethod
-    def from_message(cls, message: Any) -> "ServerInfo":
+    def from_message(cls, message: Any, kv_bytes_per_token: int | None) -> "ServerInfo":
         return cls(
             active_requests=message.active_requests,
             draining=message.is_paused,
@@ -116,6 +118,7 @@ class ServerInfo:
             block_size=message.block_size,
             dtype=message.model_dtype,
             kv_cache_dtype=message.kv_cache_dtype,
+            kv_bytes_per_token=kv_bytes_per_token,
             attention_backend=message.attention_backend,
         )
 

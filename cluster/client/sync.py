@@ -93,7 +93,8 @@ class Client:
         return ModelInfo.from_message(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     def server_info(self) -> ServerInfo:
-        return ServerInfo.from_message(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        message, call = self._call(self._stub.GetServerInfo.with_call, pb.GetServerInfoRequest())
+        return ServerInfo.from_message(message, wire.kv_bytes_per_token_of(call.initial_metadata()))
 
     def loads(self) -> tuple[Load, ...]:
         """One per group behind the server."""

@@ -23,6 +23,8 @@ from kernels_integration.errors import (
 
 SEED_KEY = "latentray-seed"
 """Initial metadata of Generate: the effective seed."""
+KV_BYTES_KEY = "latentray-kv-bytes-per-token"
+"""Initial metadata of GetServerInfo."""
 CHANNEL_OPTIONS = (
     # The server decides what is too large, and says by which flag.
     ("grpc.max_send_message_length", -1),
@@ -105,7 +107,16 @@ def _to_message(params: SamplingParams) -> pb.SamplingParams:
 
 def seed_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
     """The effective seed of a request, if the server says it."""
-    return next((int(value) for key, value in metadata if key == SEED_KEY), None)
+    return _whole_number_of(metadata, SEED_KEY)
+
+
+def kv_bytes_per_token_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
+    """Of a server's KV cache, if it says it."""
+    return _whole_number_of(metadata, KV_BYTES_KEY)
+
+
+def _whole_number_of(metadata: Iterable[tuple[str, str | bytes]], name: str) -> int | None:
+    return next((int(value) for key, value in metadata if key == name), None)
 
 
 def to_error(error: grpc.RpcError, target: str) -> LatentrayError:

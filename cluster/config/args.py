@@ -50,6 +50,8 @@ Port = Annotated[int, Field(ge=0, le=65535), BeforeValidator(_whole_number)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 _AT_LEAST_ONE = "a whole number >= 1"
 _DTYPES = "auto, float32, float64 or bfloat16"
+KVCacheDtype = Literal["auto", "float32", "float64", "bfloat16", "fp8_ds_mla"]
+IndexerKVDtype = Literal["auto", "float32", "float64", "bfloat16", "fp8"]
 
 
 def _parse_json(value: Any) -> Any:
@@ -232,9 +234,22 @@ class EngineArgs(BaseModel):
         ),
     ] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "float64", "bfloat16"],
-        Field(description="Storage of the KV cache. auto is --dtype."),
-        Setting(rule=_DTYPES, group="KV cache", metavar="{auto,float32,float64,bfloat16}"),
+        KVCacheDtype,
+        Field(description="Storage of the latent KV. auto is --dtype; fp8_ds_mla is the smallest."),
+        Setting(
+            rule="auto, float32, float64, bfloat16 or fp8_ds_mla",
+            group="KV cache",
+            metavar="{auto,float32,float64,bfloat16,fp8_ds_mla}",
+        ),
+    ] = "auto"
+    indexer_kv_dtype: Annotated[
+        IndexerKVDtype,
+        Field(description="Storage of the indexer keys. auto is fp8 with fp8_ds_mla, else the latent KV's."),
+        Setting(
+            rule="auto, float32, float64, bfloat16 or fp8",
+            group="KV cache",
+            metavar="{auto,float32,float64,bfloat16,fp8}",
+        ),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "torch"],

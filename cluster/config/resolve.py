@@ -11,10 +11,10 @@ from actors.model.config import ModelConfig
 from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
 from cluster.config.sizes import format_size
 from kernels_integration.errors import CheckpointError, ConfigError
+from kernels_integration.kv_layout import default_indexer_kv_dtype
 
 DEFAULT_SPECULATIVE_TOKENS = 3
 DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
-_ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def resolve(args: EngineArgs) -> GroupConfig:
@@ -35,7 +35,10 @@ def resolve(args: EngineArgs) -> GroupConfig:
         )
     dtype = "float32" if args.dtype == "auto" else args.dtype
     kv_cache_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-    bytes_per_block = args.block_size * kv_bytes_per_token(model, num_speculative_tokens, kv_cache_dtype)
+    indexer_kv_dtype = _indexer_kv_dtype(args, model, kv_cache_dtype)
+    bytes_per_block = args.block_size * kv_bytes_per_token(
+        model, num_speculative_tokens, kv_cache_dtype, indexer_kv_dtype
+    )
     num_kv_blocks = _num_kv_blocks(args, bytes_per_block)
     return GroupConfig(
         model_path=str(path),
@@ -58,6 +61,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         num_kv_blocks=num_kv_blocks,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        indexer_kv_dtype=indexer_kv_dtype,
         attention_backend="torch" if args.attention_backend == "auto" else args.attention_backend,
         max_logprobs=args.max_logprobs,
         rejection_sampling=args.rejection_sampling,
@@ -65,11 +69,16 @@ def resolve(args: EngineArgs) -> GroupConfig:
     )
 
 
-def kv_bytes_per_token(model: ModelConfig, num_speculative_tokens: int, dtype: str) -> int:
-    """Bytes that a token takes on the shard that keeps it, all layers together."""
+def kv_bytes_per_token(
+    model: ModelConfig, num_speculative_tokens: int, kv_cache_dtype: str, indexer_kv_dtype: str | None = None
+) -> int:
+    """Bytes that a token takes on the shard that keeps it, all layers together.
+
+    indexer_kv_dtype None: what goes with kv_cache_dtype.
+    """
     num_layers = model.num_hidden_layers + model.num_drafting_layers(num_speculative_tokens)
-    index_values = len(model.index_layers(num_layers)) * model.index_head_dim
-    return (num_layers * model.latent_dim + index_values) * _ITEM_SIZES[dtype]
+    layout = model.kv_layout(kv_cache_dtype, indexer_kv_dtype)
+    return layout.bytes_per_token(num_layers, len(model.index_layers(num_layers)))
 
 
 def has_mtp_weights(model: ModelConfig, path: Path) -> bool:
@@ -137,6 +146,16 @@ def _long_prefill_token_threshold(args: EngineArgs) -> int:
 
 def _num_kv_blocks(args: EngineArgs, bytes_per_block: int) -> int:
     if args.num_kv_blocks is not None and args.kv_cache_memory_bytes is not None:
+def _indexer_kv_dtype(args: EngineArgs, model: ModelConfig, kv_cache_dtype: str) -> str:
+    if args.indexer_kv_dtype == "auto":
+        return default_indexer_kv_dtype(kv_cache_dtype)
+    if not model.has_indexer:
+        raise ConfigError(
+            f"indexer-kv-dtype is {args.indexer_kv_dtype}, but {args.model} has no indexer; use auto"
+        )
+    return args.indexer_kv_dtype
+
+
         raise ConfigError(
             f"num-kv-blocks {args.num_kv_blocks} and kv-cache-memory-bytes {args.kv_cache_memory_bytes} both "
             "size the KV cache; pass one of them"

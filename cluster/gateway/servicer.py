@@ -32,6 +32,7 @@ from cluster.gateway.loads import Loads
 from cluster.gateway.options import require_message_fits
 from cluster.gateway.statuses import errors_as_status
 from cluster.gateway.tokenizer_bundle import TokenizerBundle
+from cluster.kv_report import group_kv_bytes_per_token
 from kernels_integration.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -45,6 +46,7 @@ SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 REQUEST_ID_KEY = "latentray-request-id"
 SEED_KEY = "latentray-seed"
 PARAMETERS_KEY = "latentray-sampling-params"
+KV_BYTES_KEY = "latentray-kv-bytes-per-token"
 """Initial metadata of Generate: the id (drawn here when the request has none), the effective seed, and the
 effective numbers and switches among the sampling parameters, as JSON."""
 _LONG_TEXT = 8192
@@ -71,6 +73,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self.live = LiveRequests()
         self.loads = Loads(group, self.live, config)
         self._model_info = server_facts.model_info(config, frontend)
+        self._kv_bytes_per_token = group_kv_bytes_per_token(config)
         self._bundle: TokenizerBundle | None = None
         self._started_at_s = time.monotonic()
         self._last_received_at_s = 0.0
@@ -165,6 +168,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
+        # The message has no field for it.
+        await context.send_initial_metadata(((KV_BYTES_KEY, str(self._kv_bytes_per_token)),))
         info = server_facts.server_info(self._config)
         info.active_requests = len(self.live)
         info.is_paused = self._health.draining

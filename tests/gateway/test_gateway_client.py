@@ -54,6 +54,7 @@ async def test_the_blocking_client_says_what_the_asyncio_client_says(serve, fron
             assert client.model_info().default_sampling_params == {"temperature": 0.7, "top_p": 0.9}
             assert client.model_info().eos_token_ids == (1,)
             assert client.server_info().max_num_seqs == 8
+            assert client.server_info().kv_bytes_per_token == 7 * (128 + 32 + 64) * 4
             assert client.loads()[0].max_tokens == 64 * 16
             assert client.tokenizer().encode("hello") == frontend.tokenizer.encode("hello")
 
@@ -62,6 +63,7 @@ async def test_the_blocking_client_says_what_the_asyncio_client_says(serve, fron
         assert (await client.health()).healthy
         assert (await client.model_info()).max_model_len == 256
         assert not (await client.server_info()).draining
+        assert (await client.server_info()).kv_bytes_per_token == 7 * (128 + 32 + 64) * 4
         assert (await client.loads())[0].running == 0
 
 

@@ -50,21 +50,41 @@ def test_defaults_serve_the_bundled_checkpoint() -> None:
         ({"dtype": "float64", "kv_cache_dtype": "bfloat16"}, 16 * VALUES_PER_TOKEN * 2),
         ({"num_speculative_tokens": 0}, 16 * VALUES_PER_TOKEN * 4 * 6 // 7),
         ({"block_size": 64}, 64 * VALUES_PER_TOKEN * 4),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, 16 * 7 * ((128 + 4 + 64) + (64 + 4))),
+        ({"kv_cache_dtype": "fp8_ds_mla", "indexer_kv_dtype": "float32"}, 16 * 7 * (196 + 256)),
+        ({"kv_cache_dtype": "bfloat16", "indexer_kv_dtype": "fp8"}, 16 * 7 * (320 + 68)),
     ],
 )
 def test_the_budget_is_cut_into_blocks(settings: dict[str, Any], bytes_per_block: int) -> None:
     assert resolve(kv_cache_memory_bytes="64M", **settings).num_kv_blocks == 2**26 // bytes_per_block
 
 
-def test_the_budget_is_what_a_shard_allocates() -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "fp8_ds_mla"])
+def test_the_budget_is_what_a_shard_allocates(kv_cache_dtype: str) -> None:
     """The arithmetic here and the storage of the shards are two codes: they must agree to the byte."""
-    import torch
 
+    from actors.model.config import ModelConfig
     from kernels_integration.kv_cache import KVCache
 
-    config = resolve(kv_cache_memory_bytes="1M")
-    cache = KVCache.allocate(7, config.num_kv_blocks * config.block_size, 128 + 32, 64, torch.float32)
-    assert 2**20 - 16 * VALUES_PER_TOKEN * 4 < cache.num_bytes <= 2**20
+    config = resolve(kv_cache_memory_bytes="1M", kv_cache_dtype=kv_cache_dtype)
+    layout = ModelConfig.from_pretrained(BUNDLED_CHECKPOINT).kv_layout(config.kv_cache_dtype)
+    cache = KVCache.allocate(layout, 7, config.num_kv_blocks * config.block_size)
+    assert 2**20 - cache.num_bytes // config.num_kv_blocks < cache.num_bytes <= 2**20
+
+
+def test_indexer_keys_are_fp8_beside_fp8_latents() -> None:
+    assert resolve(kv_cache_dtype="fp8_ds_mla").indexer_kv_dtype == "fp8"
+    assert resolve(kv_cache_dtype="bfloat16").indexer_kv_dtype == "bfloat16"
+    assert resolve(kv_cache_dtype="fp8_ds_mla", indexer_kv_dtype="float32").indexer_kv_dtype == "float32"
+
+
+def test_a_format_for_keys_that_a_model_lacks_is_refused(tmp_path: Path) -> None:
+    config = json.loads((BUNDLED_CHECKPOINT / "config.json").read_text()) | {"model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    resolve(model=tmp_path, kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(ConfigError, match=r"indexer-kv-dtype is fp8, but .* has no indexer; use auto"):
+        resolve(model=tmp_path, indexer_kv_dtype="fp8")
 
 
 def test_the_context_follows_the_cache_where_it_is_not_given() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels_integration import attention
 from kernels_integration.attention import run, run_work_items
 from kernels_integration.errors import PlanError
+from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import SparseMLAPlan, build_plan, validate_plan
 
 H, C, R = 3, 16, 8
@@ -48,11 +49,15 @@ class Case:
         self.o = torch.full((all_rows, H, C), SENTINEL, dtype=dtype)
         self.lse = torch.full((all_rows, H), SENTINEL, dtype=self.exact)
 
+    @property
+    def stored(self) -> StoredVectors:
+        return StoredVectors.plain(self.kv)
+
     def outputs(self, attend, **changes) -> tuple[Tensor, Tensor]:
         arguments = {
             "plan": self.plan,
             "q": self.q,
-            "kv": self.kv,
+            "kv": self.stored,
             "o": self.o.clone(),
             "lse": self.lse.clone(),
         }
@@ -143,9 +148,9 @@ def test_any_head_count(attend):
     for heads in (1, 128):
         q = torch.randn(3, heads, C + R, dtype=torch.float64)
         o, lse = torch.zeros(3, heads, C).double(), torch.zeros(3, heads).double()
-        attend(case.plan, q, case.kv, o, lse, sm_scale=SCALE)
+        attend(case.plan, q, case.stored, o, lse, sm_scale=SCALE)
         one_o, one_lse = torch.zeros(3, 1, C).double(), torch.zeros(3, 1).double()
-        attend(case.plan, q[:, -1:], case.kv, one_o, one_lse, sm_scale=SCALE)
+        attend(case.plan, q[:, -1:], case.stored, one_o, one_lse, sm_scale=SCALE)
         torch.testing.assert_close(o[:, -1:], one_o)
         torch.testing.assert_close(lse[:, -1:], one_lse)
 
@@ -166,7 +171,7 @@ def test_views_into_larger_buffers(attend, kv_lens, dtype):
     o, lse = o_buffer[rows_, heads, 2 : C + 2], lse_buffer[rows_, heads]
     q.copy_(case.q)
     kv.copy_(case.kv)
-    attend(case.plan, q, kv, o, lse, sm_scale=SCALE)
+    attend(case.plan, q, StoredVectors.plain(kv), o, lse, sm_scale=SCALE)
     expected_o, expected_lse = case.outputs(attend)
     torch.testing.assert_close(o, expected_o)
     torch.testing.assert_close(lse, expected_lse)
@@ -223,7 +228,7 @@ def test_a_plan_over_padded_rows_is_refused_before_anything_is_written(attend):
     padded = Case([4] * 156 + [0] * 4)
     q, o, lse = padded.q[:156], padded.o[:156], padded.lse[:156]
     with pytest.raises(PlanError, match="plan of 160 rows for q of 156"):
-        attend(padded.plan, q, padded.kv, o, lse, sm_scale=SCALE)
+        attend(padded.plan, q, padded.stored, o, lse, sm_scale=SCALE)
     assert (padded.o == SENTINEL).all()
     assert (padded.lse == SENTINEL).all()
 
@@ -244,7 +249,7 @@ def without_indices(plan: SparseMLAPlan) -> SparseMLAPlan:
         ({"q": lambda case: case.q[:, :2]}, "heads"),
         ({"lse": lambda case: case.lse[:, :2]}, "heads"),
         ({"q": lambda case: case.q[..., :-1]}, "width"),
-        ({"kv": lambda case: case.kv[:, :-1]}, "width"),
+        ({"kv": lambda case: StoredVectors.plain(case.kv[:, :-1])}, "width"),
         ({"lse": lambda case: case.lse.float()}, "float64"),
         ({"plan": lambda case: without_indices(case.plan)}, "with_indices"),
     ],

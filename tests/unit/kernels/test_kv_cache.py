@@ -2,8 +2,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_integration.kv_cache import KVCache, bytes_per_token
+from kernels_integration.kv_cache import KVCache
+from kernels_integration.kv_layout import KVLayout
 from kernels_integration.rows import RowBatch
+
+
+def layout(dtype: str = "float32", index_dim: int = 2, indexer_kv_dtype: str | None = None) -> KVLayout:
+    """Latents of 2 + 1 values."""
+    return KVLayout(
+        kv_cache_dtype=dtype,
+        indexer_kv_dtype=indexer_kv_dtype or dtype,
+        latent_rank=2,
+        rope_dim=1,
+        index_dim=index_dim,
+    )
 
 
 def rows(num_rows: int, write_rows: list[int], write_slots: list[int]) -> RowBatch:
@@ -25,51 +37,66 @@ def numbered(num_rows: int, dim: int, start: float = 1.0) -> Tensor:
 
 @pytest.mark.parametrize("write_rows", [[0, 1, 2, 3], [1, 3], [2], []])
 def test_write_stores_the_owned_rows_and_nothing_else(write_rows: list[int]) -> None:
-    cache = KVCache.allocate(2, 8, 3, 2, torch.float32)
+    cache = KVCache.allocate(layout(), 2, 8)
     slots = [5, 0, 7, 2][: len(write_rows)]
     latent, key = numbered(4, 3), numbered(4, 2, 100.0)
     cache.write(1, rows(4, write_rows, slots), latent, key)
     expected_latent, expected_key = torch.zeros(8, 3), torch.zeros(8, 2)
     for row, slot in zip(write_rows, slots, strict=True):
         expected_latent[slot], expected_key[slot] = latent[row], key[row]
-    assert torch.equal(cache.latent(1), expected_latent)
-    assert torch.equal(cache.index_keys(1), expected_key)
-    assert not cache.latent(0).any()
-    assert not cache.index_keys(0).any()
+    assert torch.equal(cache.latent(1).storage, expected_latent)
+    assert torch.equal(cache.index_keys(1).storage, expected_key)
+    assert not cache.latent(0).storage.any()
+    assert not cache.index_keys(0).storage.any()
 
 
 def test_write_rounds_to_the_storage_dtype() -> None:
-    cache = KVCache.allocate(1, 4, 3, 2, torch.bfloat16)
+    cache = KVCache.allocate(layout("bfloat16"), 1, 4)
     latent = torch.tensor([[1.0, 1.001, 3.14159]])
     cache.write(0, rows(1, [0], [2]), latent, torch.ones(1, 2))
-    assert torch.equal(cache.latent(0)[2], latent[0].bfloat16())
+    assert torch.equal(cache.latent(0).storage[2], latent[0].bfloat16())
 
 
 def test_a_layer_without_an_indexer_keeps_its_keys() -> None:
-    cache = KVCache.allocate(1, 4, 3, 2, torch.float32)
+    cache = KVCache.allocate(layout(), 1, 4)
     cache.write(0, rows(1, [0], [2]), torch.ones(1, 3), None)
-    assert cache.latent(0)[2].eq(1).all()
-    assert not cache.index_keys(0).any()
-    assert KVCache.allocate(1, 4, 3, None, torch.float32).keys == ()
+    assert cache.latent(0).storage[2].eq(1).all()
+    assert not cache.index_keys(0).storage.any()
+    assert KVCache.allocate(layout(index_dim=0), 1, 4).keys == ()
 
 
 @pytest.mark.parametrize("slot", [-1, 4])
 def test_a_slot_outside_the_cache_is_refused_and_nothing_is_written(slot: int) -> None:
-    cache = KVCache.allocate(1, 4, 3, None, torch.float32)
+    cache = KVCache.allocate(layout(index_dim=0), 1, 4)
     with pytest.raises(IndexError):
         cache.write(0, rows(1, [0], [slot]), torch.ones(1, 3), None)
-    assert not cache.latent(0).any()
+    assert not cache.latent(0).storage.any()
 
 
-@pytest.mark.parametrize(("index_dim", "dtype"), [(None, torch.float32), (2, torch.bfloat16)])
-def test_bytes_per_token_is_what_is_allocated(index_dim: int | None, dtype: torch.dtype) -> None:
-    cache = KVCache.allocate(3, 7, 5, index_dim, dtype)
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "indexer_kv_dtype", "index_dim"),
+    [
+        ("float32", "float32", 0),
+        ("bfloat16", "bfloat16", 2),
+        ("bfloat16", "fp8", 2),
+        ("fp8_ds_mla", "fp8", 2),
+        ("fp8_ds_mla", "float64", 5),
+    ],
+)
+@pytest.mark.parametrize("index_layers", [None, (0, 2), ()])
+def test_bytes_per_token_is_what_is_allocated(
+    kv_cache_dtype: str, indexer_kv_dtype: str, index_dim: int, index_layers: tuple[int, ...] | None
+) -> None:
+    """The arithmetic of budgets and the storage of shards are two codes: they must agree to the byte."""
+    formats = layout(kv_cache_dtype, index_dim, indexer_kv_dtype)
+    cache = KVCache.allocate(formats, 3, 7, index_layers=index_layers)
     assert cache.num_slots == 7
     assert cache.num_layers == 3
-    assert cache.num_bytes == 7 * bytes_per_token(3, 5, index_dim, dtype)
+    num_index_layers = 3 if index_layers is None else len(index_layers)
+    assert cache.num_bytes == 7 * formats.bytes_per_token(3, num_index_layers)
 
 
 def test_an_empty_cache_takes_an_empty_write() -> None:
-    cache = KVCache.allocate(1, 0, 3, 2, torch.float32)
+    cache = KVCache.allocate(layout(), 1, 0)
     cache.write(0, rows(0, [], []), torch.empty(0, 3), torch.empty(0, 2))
     assert cache.num_bytes == 0

@@ -14,6 +14,7 @@ from kernels_integration import selection as selection_module
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.rows import RowBatch, RowGroup
 from kernels_integration.selection import Selection, select_topk, select_visible
 
@@ -146,10 +147,13 @@ class World:
             chosen.append(sorted(sorted(positions, key=lambda g: (-score(g), g))[:k]))
         return chosen
 
+    def stored(self, rank: int) -> StoredVectors:
+        return StoredVectors.plain(self.caches[rank])
+
     def select(self, k: int) -> list[Selection]:
         """Every rank's selection; ranks are threads."""
         return self.on_ranks(
-            lambda dcp: select_topk(self.q, self.weights, self.caches[dcp.rank], self.rows(dcp.rank), k, dcp)
+            lambda dcp: select_topk(self.q, self.weights, self.stored(dcp.rank), self.rows(dcp.rank), k, dcp)
         )
 
     def on_ranks(self, work) -> list[Selection]:
@@ -329,5 +333,7 @@ def test_no_rows() -> None:
         max_visible=0,
     )
     dcp = DcpGroup(1, SoloCollectives())
-    selection = select_topk(torch.empty(0, 2, 4), torch.empty(0, 2), torch.empty(8, 4), rows, 4, dcp)
+    selection = select_topk(
+        torch.empty(0, 2, 4), torch.empty(0, 2), StoredVectors.plain(torch.empty(8, 4)), rows, 4, dcp
+    )
     assert as_lists(selection) == []

@@ -34,6 +34,7 @@ class Rank:
         dcp: DcpGroup | None = None,
         num_mtp_layers: int = 0,
         expert_parallel: bool = False,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         self.config = ModelConfig.from_pretrained(path)
         self.dcp = dcp or DcpGroup(1, SoloCollectives())
@@ -49,16 +50,14 @@ class Rank:
         self.slots = SlotMap(num_requests, capacity, self.dcp)
         num_layers = self.config.num_hidden_layers + num_mtp_layers
         self.cache = KVCache.allocate(
+            self.config.kv_layout(kv_cache_dtype or str(dtype).removeprefix("torch.")),
             num_layers,
             self.slots.num_slots,
-            self.config.latent_dim,
-            self.config.index_head_dim or None,
-            dtype,
             index_layers=self.config.index_layers(num_layers),
         )
         # A read of a slot that was never written must show.
-        for storage in (*self.cache.latents, *self.cache.keys):
-            storage.fill_(1e3)
+        for vectors in (*self.cache.latents, *self.cache.keys):
+            vectors.write(torch.arange(vectors.num_slots), torch.full((vectors.num_slots, vectors.dim), 1e3))
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> Tensor:
