@@ -22,7 +22,7 @@ from cluster.group_client import GroupClient
 from cluster.launch import launch_group
 
 PROMPT_LEN = 32
-NEW_TOKENS = 64
+NEW_TOKENS = 160
 Interval = tuple[float, float]
 
 

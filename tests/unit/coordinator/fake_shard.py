@@ -117,7 +117,7 @@ class FakeShard:
             for position, token in enumerate(rows[i], starts[i]):
                 if position > slot.admission.limit - 2:
                     assert step.start[i] == -1, "a row beyond the limit"
-                elif position >= starts[i] + step.readonly[i]:
+                elif position >= starts[i] + int(step.readonly[i]):
                     self._write(self.latent, slot, position, token, None)
         tokens: list[int] = []
         asked: list[int] = []
