@@ -126,6 +126,16 @@ def _check_interleave(args: EngineArgs) -> None:
         )
 
 
+def _indexer_kv_dtype(args: EngineArgs, model: ModelConfig, kv_cache_dtype: str) -> str:
+    if args.indexer_kv_dtype == "auto":
+        return default_indexer_kv_dtype(kv_cache_dtype)
+    if not model.has_indexer:
+        raise ConfigError(
+            f"indexer-kv-dtype is {args.indexer_kv_dtype}, but {args.model} has no indexer; use auto"
+        )
+    return args.indexer_kv_dtype
+
+
 def _num_speculative_tokens(args: EngineArgs, model: ModelConfig, path: Path) -> int:
     has_mtp = has_mtp_weights(model, path)
     if args.num_speculative_tokens is None:
@@ -146,16 +156,6 @@ def _long_prefill_token_threshold(args: EngineArgs) -> int:
 
 def _num_kv_blocks(args: EngineArgs, bytes_per_block: int) -> int:
     if args.num_kv_blocks is not None and args.kv_cache_memory_bytes is not None:
-def _indexer_kv_dtype(args: EngineArgs, model: ModelConfig, kv_cache_dtype: str) -> str:
-    if args.indexer_kv_dtype == "auto":
-        return default_indexer_kv_dtype(kv_cache_dtype)
-    if not model.has_indexer:
-        raise ConfigError(
-            f"indexer-kv-dtype is {args.indexer_kv_dtype}, but {args.model} has no indexer; use auto"
-        )
-    return args.indexer_kv_dtype
-
-
         raise ConfigError(
             f"num-kv-blocks {args.num_kv_blocks} and kv-cache-memory-bytes {args.kv_cache_memory_bytes} both "
             "size the KV cache; pass one of them"

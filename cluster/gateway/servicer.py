@@ -46,9 +46,10 @@ SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 REQUEST_ID_KEY = "latentray-request-id"
 SEED_KEY = "latentray-seed"
 PARAMETERS_KEY = "latentray-sampling-params"
-KV_BYTES_KEY = "latentray-kv-bytes-per-token"
 """Initial metadata of Generate: the id (drawn here when the request has none), the effective seed, and the
 effective numbers and switches among the sampling parameters, as JSON."""
+KV_BYTES_KEY = "latentray-kv-bytes-per-token"
+"""Initial metadata of GetServerInfo, whose message has no field for it."""
 _LONG_TEXT = 8192
 """Characters; a few milliseconds of tokenising."""
 
@@ -168,7 +169,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        # The message has no field for it.
         await context.send_initial_metadata(((KV_BYTES_KEY, str(self._kv_bytes_per_token)),))
         info = server_facts.server_info(self._config)
         info.active_requests = len(self.live)
