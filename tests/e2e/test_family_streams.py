@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from actors.coordinator.draft_policy import StaticDrafts
 from actors.inline_group import InlineGroup
 from actors.model.config import ModelConfig
+from actors.shard.shard import PENDING_CAPACITY
 from benchmarks.tiny_dsa_recipe.to_glm import convert
 from tests.support.groups import TINY_DSA, group_config, request, run, text_prompts
 from tests.support.naive_model import NaiveModel
@@ -123,6 +125,24 @@ def test_drafts_are_those_of_the_formulas(path, k, rows, scheduling):
             assert verify.drafts == expected
             num_held.add(verify.num_held)
     assert len(num_held) > 1, "drafts are all accepted or all refused"
+
+
+def test_a_long_stretch_without_drafts_forgets_the_oldest_rows(path):
+    """More rows than may wait: afterwards module j sees slots from mtp_from + j on, and no hole."""
+    ids = prompt(50)
+    settings = config(path, num_speculative_tokens=3)
+    policy = StaticDrafts(lambda asked: 0 if 60 <= len(asked.tokens) < 110 else 3)
+    [(collected, verifies)] = run_in_turn(settings, [request("one", ids, max_tokens=80)], draft_policy=policy)
+    after = [v for v in verifies if v.anchor >= 109]
+    assert len(verifies) - len(after) > 40
+    assert len(after) > 5
+    mtp_from = after[0].anchor + 1 - PENDING_CAPACITY
+    naive, sequence = NaiveModel(path), [*ids, *collected.token_ids]
+    hidden = naive.hidden(sequence)
+    for verify in after:
+        known, states = sequence[: verify.anchor + 1], hidden[: verify.anchor]
+        expected = naive.greedy_drafts(known, len(verify.drafts), states, mtp_from=mtp_from)
+        assert verify.drafts == expected
 
 
 @pytest.mark.parametrize("num_modules", [1, 2, 3])

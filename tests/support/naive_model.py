@@ -52,17 +52,18 @@ class NaiveModel:
         return self._rms(x, f"{prefix}shared_head.norm.weight")
 
     def greedy_drafts(
-        self, token_ids: Sequence[int], num_drafts: int, hidden: Tensor | None = None
+        self, token_ids: Sequence[int], num_drafts: int, hidden: Tensor | None = None, *, mtp_from: int = 1
     ) -> list[int]:
         """What follows token_ids by the MTP modules alone: draft i from module i modulo their number.
 
         The row of module j at position p takes t[p] and the state at p-1: of module j-1, or of the target.
         A module that is used again keeps the rows that it had, and adds one for each module from the states
         of the module before it. `hidden` are the states of all but the last token, where they are known.
+        `mtp_from` is the first position of module 0, j positions before that of module j.
         """
         ids = list(token_ids)
         num_modules = self.config["num_nextn_predict_layers"]
-        state = self.hidden(ids[:-1]) if hidden is None else hidden
+        state = (self.hidden(ids[:-1]) if hidden is None else hidden)[mtp_from - 1 :]
         inputs: list[Tensor] = []
         drafts: list[int] = []
         for i in range(num_drafts):
@@ -71,7 +72,7 @@ class NaiveModel:
                 inputs.append(state)
             else:
                 inputs[module] = torch.cat((inputs[module], state[-num_modules:]))
-            first = module + 1
+            first = mtp_from + module
             state = self.mtp(module, ids[first:], inputs[module], first)
             drafts.append(int(self.logits(state[-1]).argmax()))
             ids.append(drafts[-1])

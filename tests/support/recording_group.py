@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from actors.acceptance import MASKED
 from actors.config import GroupConfig
+from actors.coordinator.coordinator import Coordinator
+from actors.coordinator.draft_policy import DraftPolicy
 from actors.inline_group import InlineGroup
 from actors.messages import RowKind, StepInput, StepOutput
 from actors.requests import Request
@@ -30,9 +32,13 @@ class Verify:
         return cls(anchor=int(output.length[0]) - num_held - 1, drafts=drafts, num_held=num_held)
 
 
-def run_in_turn(config: GroupConfig, requests: Sequence[Request]) -> list[tuple[Collected, list[Verify]]]:
+def run_in_turn(
+    config: GroupConfig, requests: Sequence[Request], *, draft_policy: DraftPolicy | None = None
+) -> list[tuple[Collected, list[Verify]]]:
     """Run requests one after another in one group; the updates of each, and every verify with its drafts."""
     group = InlineGroup(config)
+    if draft_policy is not None:
+        group._coordinator = Coordinator(config, tokenizer=None, draft_policy=draft_policy)
     send, next_report = group._shards.send, group._shards.next_report
     kinds: list[int] = []
     verifies: list[Verify] = []

@@ -9,6 +9,7 @@ from random_checkpoint import write_random_checkpoint
 from actors.model import linear
 from actors.model.checkpoint import Checkpoint
 from actors.model.config import ModelConfig
+from actors.model.config_fields import FieldReader
 from actors.model.layers import (
     halves_to_pairs,
     layer_norm,
@@ -19,6 +20,7 @@ from actors.model.layers import (
 )
 from actors.model.linear import Linear
 from actors.model.moe import MixtureOfExperts
+from actors.model.rope_config import read_rope
 from actors.model.weights import WeightReader
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -86,6 +88,45 @@ def test_rope_turns_neighbours_by_position_times_frequency(dtype):
                 (a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)), -1
             )
             assert torch.allclose(turned[t, :, 2 * j : 2 * j + 2].double(), expected, rtol=0, atol=tolerance)
+
+
+YARNS = [
+    # As released with DeepSeek-V3 and V3.2, and with Kimi-K2.
+    (
+        10000.0,
+        64,
+        {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    (50000.0, 64, {"factor": 64, "original_max_position_embeddings": 4096, "beta_fast": 1, "beta_slow": 1}),
+    (10000.0, 32, {"factor": 3.5, "original_max_position_embeddings": 500, "truncate": False}),
+    (500.0, 16, {"factor": 8, "original_max_position_embeddings": 100, "mscale": 0.7, "mscale_all_dim": 1.4}),
+    (1e6, 8, {"factor": 2, "original_max_position_embeddings": 12, "attention_factor": 0.8, "beta_fast": 9}),
+]
+
+
+@pytest.mark.parametrize(("theta", "dim", "fields"), YARNS)
+def test_yarn_equals_transformers_to_the_last_bit(theta, dim, fields):
+    """Frequencies, and the table at positions up to the extended length."""
+    from transformers.models.deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    length = int(fields["factor"] * fields["original_max_position_embeddings"])
+    rope = {"rope_type": "yarn", "rope_theta": theta, **fields}
+    theirs = DeepseekV3RotaryEmbedding(
+        DeepseekV3Config(qk_rope_head_dim=dim, max_position_embeddings=length, rope_parameters=dict(rope))
+    )
+    read = FieldReader({"rope_parameters": rope})
+    read_theta, yarn = read_rope(read, length)
+    assert (read.problems, read_theta) == ([], theta)
+    frequencies = rotary_frequencies(theta, dim, torch.float32, yarn)
+    assert torch.equal(frequencies, theirs.inv_freq)
+    positions = torch.tensor([0, 1, length // 3, length - 1])
+    cos, sin = theirs(torch.zeros(1), positions[None])
+    table = rotary_table(positions, frequencies, yarn.embedding_factor)
+    assert torch.allclose(table.real, cos[0, :, : dim // 2], rtol=0, atol=1e-6)
+    assert torch.allclose(table.imag, sin[0, :, : dim // 2], rtol=0, atol=1e-6)
+    exact = rotary_frequencies(theta, dim, torch.float64, yarn)
+    assert torch.allclose(frequencies.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_halves_to_pairs_leaves_the_rest():
