@@ -6,7 +6,7 @@ from groups_for_tests import Rank, run_ranks
 from random_checkpoint import write_random_checkpoint
 from rows_for_tests import Chunk
 
-TOPOLOGIES = [(2, 1, 1), (2, 2, 1), (4, 2, 4), (4, 4, 1), (4, 4, 16)]
+TOPOLOGIES = [(2, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 4), (4, 4, 1), (4, 4, 16)]
 
 
 @pytest.fixture(scope="module")
