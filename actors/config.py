@@ -42,6 +42,11 @@ class GroupConfig:
     """Rows that one prompt gets of a step while others wait, at most; 0: no such bound."""
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: Literal["xxhash", "sha256"] = "xxhash"
+    tokenizer_mode: Literal["auto", "hf", "deepseek_v32"] = "auto"
+    chat_template: str | None = None
+    """File of the chat template that is used instead of the checkpoint's."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """auto: requests that leave a parameter open get the checkpoint's. vllm: SamplingParams' own."""
     max_logprobs: int = 20
     """Alternatives that a request may ask for beside each token; -1: the whole vocabulary."""
     seed: int = 0

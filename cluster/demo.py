@@ -69,11 +69,7 @@ def run_demo(
     """Start a server, stream the answers through `show`, stop the server. Errors: as start_server."""
     with start_server(args, progress=progress) as server:
         progress("")
-        frontend = ModelFrontend.from_pretrained(
-            server.config.model_path,
-            served_model_name=server.config.served_model_name,
-            max_model_len=server.config.max_model_len,
-        )
+        frontend = ModelFrontend.of_group(server.config)
         with Client(server.address) as client:
             answers = tuple(_ask(client, server, frontend, question, show) for question in questions)
         return DemoResult(answers=answers, memory=server.group.memory())

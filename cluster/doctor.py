@@ -123,12 +123,8 @@ def _tokenizer(args: ServeArgs) -> Check:
     from cluster.frontend import ModelFrontend
 
     config = args.resolve()
-    frontend = ModelFrontend.from_pretrained(
-        config.model_path,
-        served_model_name=config.served_model_name,
-        max_model_len=config.max_model_len,
-    )
-    if not frontend.tokenizer.chat_templates:
+    frontend = ModelFrontend.of_group(config)
+    if not frontend.tokenizer.renders_chats:
         return Check(
             name="tokenizer",
             status="warn",

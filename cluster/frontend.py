@@ -4,16 +4,17 @@ import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from actors.config import GroupConfig
 from actors.model.config import ModelConfig
 from actors.requests import Request
 from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams
 from cluster.generation_config import default_sampling_params, eos_token_ids
 from cluster.token_checks import bad_word_ids, require_candidates
-from cluster.tokenizer import ChatTemplate, TextStream, Tokenizer
+from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.json_files import read_json_object
 from cluster.tokenizer.messages import checked_messages
 from kernels_integration.errors import InvalidRequestError
@@ -22,7 +23,9 @@ from kernels_integration.errors import InvalidRequestError
 class ModelFrontend:
     """One model's tokenizer, chat template, limits and defaults. Needs neither torch nor Ray.
 
-    default_sampling_params: what generation_config.json says, in SamplingParams' names.
+    default_sampling_params: what generation_config.json says, in SamplingParams' names; nothing under
+    --generation-config vllm. They apply where a front leaves a parameter open: OpenAI bodies, LLM without
+    sampling_params, the command line. The gRPC wire has presence rules of its own.
     max_logprobs: alternatives a request may ask for beside each token; -1: any number.
     """
 
@@ -45,10 +48,6 @@ class ModelFrontend:
         self.eos_token_ids = eos_token_ids
         self.default_sampling_params = dict(default_sampling_params)
         self.max_logprobs = vocab_size if max_logprobs == ALL_LOGPROBS else max_logprobs
-        self._chat_templates = {
-            name: ChatTemplate(source, special_tokens=tokenizer.special_tokens)
-            for name, source in tokenizer.chat_templates.items()
-        }
         self._draw_seed: Callable[[int], int] = (
             secrets.randbits if seed is None else random.Random(seed).getrandbits
         )
@@ -62,14 +61,19 @@ class ModelFrontend:
         max_model_len: int,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         seed: int | None = None,
+        tokenizer_mode: TokenizerMode = "auto",
+        chat_template: str | Path | None = None,
+        generation_config: Literal["auto", "vllm"] = "auto",
     ) -> "ModelFrontend":
         """Read a checkpoint's tokenizer files, config.json and generation_config.json.
 
         seed: requests without a seed draw theirs from it, in order of building; None: from the system.
-        Errors: CheckpointError.
+        tokenizer_mode, chat_template: see `load_tokenizer`. generation_config: "vllm" leaves the
+        checkpoint's sampling parameters alone; its ends of a stream count all the same.
+        Errors: CheckpointError; ConfigError for chat_template.
         """
         directory = Path(model_path)
-        tokenizer = Tokenizer.from_pretrained(directory)
+        tokenizer = load_tokenizer(directory, mode=tokenizer_mode, chat_template=chat_template)
         generation = read_json_object(directory / "generation_config.json")
         return cls(
             tokenizer=tokenizer,
@@ -79,9 +83,25 @@ class ModelFrontend:
             eos_token_ids=eos_token_ids(
                 generation, read_json_object(directory / "config.json"), tokenizer.eos_token_id
             ),
-            default_sampling_params=default_sampling_params(generation),
+            default_sampling_params=(
+                default_sampling_params(generation) if generation_config == "auto" else {}
+            ),
             max_logprobs=max_logprobs,
             seed=seed,
+        )
+
+    @classmethod
+    def of_group(cls, config: GroupConfig) -> "ModelFrontend":
+        """The front end that a group's settings describe. Errors: as from_pretrained."""
+        return cls.from_pretrained(
+            config.model_path,
+            served_model_name=config.served_model_name,
+            max_model_len=config.max_model_len,
+            max_logprobs=config.max_logprobs,
+            seed=config.seed,
+            tokenizer_mode=config.tokenizer_mode,
+            chat_template=config.chat_template,
+            generation_config=config.generation_config,
         )
 
     def sampling_defaults(self, *, max_tokens: int | None = 16) -> SamplingParams:
@@ -145,22 +165,18 @@ class ModelFrontend:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a chat; `variables` go to the template (tools, enable_thinking...).
+        """Token ids of a chat. chat_template_kwargs: the template's own arguments, such as enable_thinking.
 
         Errors: InvalidRequestError: no chat template, malformed messages, refused by the template.
         """
-        default = self._chat_templates.get("default")
-        template = self._chat_templates.get("tool_use", default) if variables.get("tools") else default
-        if template is None:
-            raise InvalidRequestError(
-                f"{self.served_model_name} has no chat template; send a prompt instead, or add "
-                "chat_template.jinja to the checkpoint",
-                field="messages",
-            )
-        text = template.render(
-            checked_messages(messages), add_generation_prompt=add_generation_prompt, **variables
+        text = self.tokenizer.render_chat(
+            checked_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
         )
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
 

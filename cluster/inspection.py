@@ -29,7 +29,7 @@ from cluster.config.resolve import DEFAULT_SPECULATIVE_TOKENS, kv_bytes_per_toke
 from cluster.config.sizes import format_size
 from cluster.frontend import ModelFrontend
 from cluster.load_report import describe_load
-from cluster.tokenizer import Tokenizer
+from cluster.tokenizer import load_tokenizer
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError, LatentrayError
@@ -183,7 +183,7 @@ def _check_tokenizer(path: Path, config: ModelConfig | None, found: Inspection) 
         return
     try:
         if config is None:
-            Tokenizer.from_pretrained(path)
+            load_tokenizer(path)
         else:
             ModelFrontend.from_pretrained(path, served_model_name=path.name, max_model_len=1)
     except LatentrayError as error:

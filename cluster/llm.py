@@ -44,13 +44,7 @@ class LLM:
     ) -> None:
         args = load_settings(EngineArgs, {"model": model} | settings, config_file=config).args
         self.group_config = args.resolve()
-        self.frontend = ModelFrontend.from_pretrained(
-            self.group_config.model_path,
-            served_model_name=self.group_config.served_model_name,
-            max_model_len=self.group_config.max_model_len,
-            max_logprobs=self.group_config.max_logprobs,
-            seed=self.group_config.seed,
-        )
+        self.frontend = ModelFrontend.of_group(self.group_config)
         self._request_ids = map(str, itertools.count())
         self._engine: Engine | None = start_engine(
             self.group_config,
@@ -90,9 +84,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One output for each conversation; one list of messages is one conversation."""
+        """One output for each conversation; one list of messages is one conversation.
+
+        tools: shown to the model by the chat template. chat_template_kwargs: the template's own arguments,
+        such as {"enable_thinking": False}.
+        """
         one = bool(messages) and isinstance(messages[0], Mapping)
         chats = (
             [cast(Sequence[Message], messages)] if one else list(cast(Sequence[Sequence[Message]], messages))
@@ -102,7 +101,10 @@ class LLM:
             try:
                 prompts.append(
                     self.frontend.render_chat(
-                        chat, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+                        chat,
+                        add_generation_prompt=add_generation_prompt,
+                        tools=tools,
+                        chat_template_kwargs=chat_template_kwargs,
                     )
                 )
             except InvalidRequestError as error:

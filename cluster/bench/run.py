@@ -47,11 +47,7 @@ def run_bench(
 ) -> BenchResult:
     """Errors: ConfigError for settings that do not fit each other; those of launch_group."""
     config = args.resolve()
-    frontend = ModelFrontend.from_pretrained(
-        config.model_path,
-        served_model_name=config.served_model_name,
-        max_model_len=config.max_model_len,
-    )
+    frontend = ModelFrontend.of_group(config)
     workload = text_workload(
         frontend,
         num_prompts=max(batch_sizes),

@@ -47,13 +47,7 @@ def batch(
     from cluster.progress import progress_bar
 
     config = settings.args.resolve()
-    frontend = ModelFrontend.from_pretrained(
-        config.model_path,
-        served_model_name=config.served_model_name,
-        max_model_len=config.max_model_len,
-        max_logprobs=config.max_logprobs,
-        seed=config.seed,
-    )
+    frontend = ModelFrontend.of_group(config)
     # Files first: a wrong path should not cost the start of an engine.
     with open_input(input_file) as lines, open_output(output_file) as write:
         with closing(ProgressLine()) as progress:

@@ -31,6 +31,14 @@ def generate(
         typer.Argument(metavar="[PROMPT]...", help="Prompts; none or - reads one from stdin."),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's message.")] = False,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help='With --chat: arguments of the chat template, such as {"thinking": true}.',
+        ),
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", rich_help_panel=_SAMPLING)
     ] = DEFAULT_MAX_TOKENS,
@@ -117,6 +125,7 @@ def generate(
 
     --seed makes the answers repeatable: without a server, and with one.
     """
+    template_kwargs = _template_kwargs(chat_template_kwargs, chat=chat)
     texts = _read_prompts(prompts or [])
     given: dict[str, Any] = {
         "temperature": temperature,
@@ -138,9 +147,10 @@ def generate(
     if server is not None:
         _refuse_engine_flags(settings)
         frontend = frontend_of_server(server)
-        ask_server(server, _contents(texts, frontend, chat), _params(frontend, max_tokens, changes), show)
+        contents = _contents(texts, frontend, chat, template_kwargs)
+        ask_server(server, contents, _params(frontend, max_tokens, changes), show)
         return
-    _generate_here(settings, executor, texts, chat, max_tokens, changes, show)
+    _generate_here(settings, executor, texts, chat, template_kwargs, max_tokens, changes, show)
 
 
 def _generate_here(
@@ -148,6 +158,7 @@ def _generate_here(
     executor: str,
     texts: list[str],
     chat: bool,
+    template_kwargs: dict[str, Any] | None,
     max_tokens: int,
     changes: dict[str, Any],
     show: Show,
@@ -155,17 +166,11 @@ def _generate_here(
     from cluster.engines import start_engine
 
     config = settings.args.resolve()
-    frontend = ModelFrontend.from_pretrained(
-        config.model_path,
-        served_model_name=config.served_model_name,
-        max_model_len=config.max_model_len,
-        max_logprobs=config.max_logprobs,
-        seed=config.seed,
-    )
+    frontend = ModelFrontend.of_group(config)
     params = _params(frontend, max_tokens, changes)
     requests = [
         part
-        for i, content in enumerate(_contents(texts, frontend, chat))
+        for i, content in enumerate(_contents(texts, frontend, chat, template_kwargs))
         for part in choices(frontend.build_request(str(i), content, params))
     ]
     with closing(ProgressLine()) as progress:
@@ -189,10 +194,31 @@ def _read_prompts(prompts: list[str]) -> list[str]:
     return [sys.stdin.read()]
 
 
-def _contents(texts: list[str], frontend: ModelFrontend, chat: bool) -> list[str | list[int]]:
+def _template_kwargs(given: str | None, *, chat: bool) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    if not chat:
+        raise ConfigError("chat-template-kwargs says how chats are written; pass --chat too, or leave it out")
+    try:
+        kwargs = json.loads(given)
+    except ValueError:
+        kwargs = None
+    if not isinstance(kwargs, dict):
+        raise ConfigError(
+            f'chat-template-kwargs is {given!r}; it must be a JSON object such as {{"thinking": true}}'
+        )
+    return kwargs
+
+
+def _contents(
+    texts: list[str], frontend: ModelFrontend, chat: bool, template_kwargs: dict[str, Any] | None
+) -> list[str | list[int]]:
     if not chat:
         return list(texts)
-    return [frontend.render_chat([{"role": "user", "content": text}]) for text in texts]
+    return [
+        frontend.render_chat([{"role": "user", "content": text}], chat_template_kwargs=template_kwargs)
+        for text in texts
+    ]
 
 
 def _params(frontend: ModelFrontend, max_tokens: int, changes: dict[str, Any]) -> SamplingParams:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from smg_grpc_proto.generated import common_pb2
 
-from cluster.tokenizer.tokenizer import Tokenizer
+from cluster.tokenizer import Tokenizer, load_tokenizer
 from kernels_integration.errors import LatentrayError
 
 
@@ -23,4 +23,4 @@ def from_chunks(chunks: Sequence[common_pb2.GetTokenizerChunk]) -> Tokenizer:
         )
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(io.BytesIO(data)) as archive:
         archive.extractall(folder)
-        return Tokenizer.from_pretrained(folder)
+        return load_tokenizer(folder)

@@ -109,6 +109,33 @@ class EngineArgs(BaseModel):
             shown_default="the checkpoint's, as far as the KV cache holds it",
         ),
     ] = None
+    tokenizer_mode: Annotated[
+        Literal["auto", "hf", "deepseek_v32"],
+        Field(
+            description="How chats become text. hf: by the chat template. deepseek_v32: by DeepSeek-V3.2's "
+            "encoding. auto: by that where a deepseek_v32 checkpoint has no template."
+        ),
+        Setting(rule="auto, hf or deepseek_v32", group="Model", metavar="{auto,hf,deepseek_v32}"),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None,
+        BeforeValidator(lambda value: str(value) if isinstance(value, PathLike) else value),
+        Field(min_length=1, description="File of a Jinja template for chats."),
+        Setting(
+            rule="a file that holds a Jinja template",
+            group="Model",
+            metavar="FILE",
+            shown_default="the checkpoint's",
+        ),
+    ] = None
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        Field(
+            description="Sampling parameters that requests leave open. auto: those of the checkpoint's "
+            "generation_config.json. vllm: neutral ones."
+        ),
+        Setting(rule="auto or vllm", group="Model", metavar="{auto,vllm}"),
+    ] = "auto"
     max_logprobs: Annotated[
         int,
         Field(ge=-1, description="Alternatives that a request may ask for; -1: the whole vocabulary."),

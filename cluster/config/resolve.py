@@ -63,6 +63,9 @@ def resolve(args: EngineArgs) -> GroupConfig:
         kv_cache_dtype=kv_cache_dtype,
         indexer_kv_dtype=indexer_kv_dtype,
         attention_backend="torch" if args.attention_backend == "auto" else args.attention_backend,
+        tokenizer_mode=args.tokenizer_mode,
+        chat_template=_chat_template(args),
+        generation_config=args.generation_config,
         max_logprobs=args.max_logprobs,
         rejection_sampling=args.rejection_sampling,
         seed=args.seed,
@@ -114,6 +117,23 @@ def _tensor_names(path: Path) -> set[str]:
 
 def _default_name(given: str, path: Path) -> str:
     return path.name if path == BUNDLED_CHECKPOINT else given
+
+
+def _chat_template(args: EngineArgs) -> str | None:
+    """The file's absolute path: actors run in directories of their own."""
+    if args.chat_template is None:
+        return None
+    if args.tokenizer_mode == "deepseek_v32":
+        raise ConfigError(
+            f"chat-template {args.chat_template} and tokenizer-mode deepseek_v32 exclude each other: the "
+            "encoding of DeepSeek-V3.2 uses no template; pass one of them"
+        )
+    file = Path(args.chat_template).expanduser().absolute()
+    if not file.is_file():
+        raise ConfigError(
+            f"chat-template {args.chat_template} is no file; it must be a file that holds a Jinja template"
+        )
+    return str(file)
 
 
 def _check_interleave(args: EngineArgs) -> None:

@@ -28,13 +28,7 @@ class GatewayActor:
     async def start(self) -> str:
         """Connect to the group, listen, return host:port. Errors: ConfigError, UnavailableError."""
         config = self._config
-        frontend = await asyncio.to_thread(
-            ModelFrontend.from_pretrained,
-            config.model_path,
-            served_model_name=config.served_model_name,
-            max_model_len=config.max_model_len,
-            seed=config.seed,
-        )
+        frontend = await asyncio.to_thread(ModelFrontend.of_group, config)
         self._group = GroupClient(self._request_address)
         await self._group.connect()
         self._server = GatewayServer(

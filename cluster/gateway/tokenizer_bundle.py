@@ -19,10 +19,13 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 class TokenizerBundle:
-    """A deterministic zip of the tokenizer's files, and its sha256."""
+    """A deterministic zip of the tokenizer's files, and its sha256.
 
-    def __init__(self, model_path: str | Path) -> None:
-        self.data = _zipped(Path(model_path))
+    chat_template: the file of --chat-template, which clients then find as chat_template.jinja.
+    """
+
+    def __init__(self, model_path: str | Path, chat_template: str | Path | None = None) -> None:
+        self.data = _zipped(Path(model_path), None if chat_template is None else Path(chat_template))
         self.sha256 = hashlib.sha256(self.data).hexdigest()
 
     def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
@@ -33,7 +36,7 @@ class TokenizerBundle:
             yield common_pb2.GetTokenizerChunk(data=data, sha256=self.sha256 if last else "")
 
 
-def _zipped(folder: Path) -> bytes:
+def _zipped(folder: Path, chat_template: Path | None) -> bytes:
     missing = [name for name in REQUIRED_FILES if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
@@ -42,7 +45,10 @@ def _zipped(folder: Path) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in (*REQUIRED_FILES, *OPTIONAL_FILES):
-            if (folder / name).is_file():
+            file = folder / name
+            if name == "chat_template.jinja" and chat_template is not None:
+                file = chat_template
+            if file.is_file():
                 entry = zipfile.ZipInfo(name, _EPOCH)
-                archive.writestr(entry, (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
+                archive.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()

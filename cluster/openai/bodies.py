@@ -101,7 +101,7 @@ class ChatBody(_SamplingBody):
         prompt = frontend.render_chat(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
-            **(self.chat_template_kwargs or {}),
+            chat_template_kwargs=self.chat_template_kwargs,
         )
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         params = self.sampling_params(

@@ -6,30 +6,29 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cluster.tokenizer.template_sandbox import Budget, TemplateSandbox
+from cluster.tokenizer.template_values import template_message
 from kernels_integration.errors import CheckpointError, InvalidRequestError
+
+RESERVED = ("messages", "tools", "add_generation_prompt")
+"""Variables of a template that are arguments of their own."""
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` are variables of the template, such as bos_token."""
+    """One compiled template. name: as the checkpoint calls it, for messages."""
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, *, name: str = "default") -> None:
         """Errors: CheckpointError when the template is no legal Jinja."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        sandbox = TemplateSandbox()
+        sandbox.filters["tojson"] = _to_json
+        sandbox.globals["raise_exception"] = _raise_exception
+        sandbox.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template is no legal Jinja: {error}") from error
-        self._special_tokens = dict(special_tokens)
+            self._template = sandbox.from_string(source)
+        except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
+            raise CheckpointError(f"the chat template {name} is no legal Jinja: {error}") from error
 
     def render(
         self,
@@ -37,40 +36,39 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        special_tokens: Mapping[str, str] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a chat.
 
-        Messages must be plain data (no objects with methods of their own).
+        Messages and arguments must be plain data (no objects with methods of their own).
+        special_tokens: variables of the template, such as bos_token, which template_kwargs may replace.
         Errors: InvalidRequestError with the template's own words when it refuses the messages.
         """
-        # An absent content and one of None mean the same; templates would print "None".
-        chat = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        more = dict(template_kwargs or {})
+        for name in more:
+            if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs holds {name!r}; it must hold names of the template's variables, "
+                    f"without {', '.join(RESERVED)}",
+                    field="chat_template_kwargs",
+                )
+        variables = dict(special_tokens or {}) | {"documents": None} | more
+        variables |= {
+            "messages": [template_message(i, message) for i, message in enumerate(messages)],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                **self._special_tokens
-                | {"messages": chat, "tools": tools, "documents": None}
-                | {"add_generation_prompt": add_generation_prompt}
-                | variables
-            )
+            return self._template.render(variables | Budget.variable())
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
                 f"messages do not fit the model's chat template: {error}", field="messages"
             ) from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except Exception as error:  # a template can raise whatever Python's operators and methods do
             raise InvalidRequestError(
                 f"the model's chat template failed on these messages: {error!r}", field="messages"
             ) from error
-
-
-class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's text for training; here it prints its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
 def _to_json(

@@ -11,7 +11,7 @@ from actors.sampling_params import SamplingParams
 from cluster.client.reader import AnswerReader
 from cluster.client.tokenizer import from_chunks
 from cluster.gateway.tokenizer_bundle import CHUNK_BYTES, TokenizerBundle
-from cluster.tokenizer import Tokenizer
+from cluster.tokenizer import Tokenizer, load_tokenizer
 from kernels_integration.errors import CheckpointError, LatentrayError
 from kernels_integration.philox import choice_seed
 
@@ -20,7 +20,7 @@ TINY_DSA = Path(cluster.__file__).parent / "assets" / "tiny-dsa"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(TINY_DSA)
+    return load_tokenizer(TINY_DSA)
 
 
 def chunk(*token_ids: int) -> pb.GenerateResponse:
@@ -122,10 +122,17 @@ def test_the_tokenizer_comes_whole_or_not_at_all(tokenizer):
     fetched = from_chunks(chunks)
     text = "What is the capital of France?"
     assert fetched.encode(text) == tokenizer.encode(text)
-    assert fetched.chat_templates == tokenizer.chat_templates
+    chat = [{"role": "user", "content": text}]
+    assert fetched.render_chat(chat) == tokenizer.render_chat(chat)
     for broken in (chunks[1:], chunks[:-1], []):
         with pytest.raises(LatentrayError, match="sha256"):
             from_chunks(broken)
+
+
+def test_clients_get_the_template_that_the_server_was_given(tmp_path):
+    (tmp_path / "mine").write_text("{{ messages[0].content }}!")
+    fetched = from_chunks(list(TokenizerBundle(TINY_DSA, tmp_path / "mine").chunks()))
+    assert fetched.render_chat([{"role": "user", "content": "Hi"}]) == "Hi!"
 
 
 def test_a_checkpoint_without_a_tokenizer_cannot_be_bundled(tmp_path):

@@ -13,9 +13,11 @@ from cluster.frontend import ModelFrontend
 from kernels_integration.errors import CheckpointError, InvalidRequestError
 
 
-def make(path: Path = BUNDLED_CHECKPOINT, *, max_model_len: int = 32, seed: int | None = 0) -> ModelFrontend:
+def make(
+    path: Path = BUNDLED_CHECKPOINT, *, max_model_len: int = 32, seed: int | None = 0, **more: Any
+) -> ModelFrontend:
     return ModelFrontend.from_pretrained(
-        path, served_model_name="tiny-dsa", max_model_len=max_model_len, seed=seed
+        path, served_model_name="tiny-dsa", max_model_len=max_model_len, seed=seed, **more
     )
 
 
@@ -152,5 +154,23 @@ def test_bad_messages_are_refused(frontend: ModelFrontend, messages: Any, field:
 
 def test_a_model_without_a_chat_template_says_so(checkpoint: Path) -> None:
     (checkpoint / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(InvalidRequestError, match="tiny-dsa has no chat template"):
-        make(checkpoint).render_chat([{"role": "user", "content": "Hi"}])
+    with pytest.raises(InvalidRequestError, match="the model has no chat template"):
+        make(checkpoint, tokenizer_mode="hf").render_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_generation_config_can_be_switched_off_but_not_its_ends(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [1, 7]}')
+    frontend = make(checkpoint, generation_config="vllm")
+    assert frontend.default_sampling_params == {}
+    assert frontend.sampling_defaults() == SamplingParams()
+    assert frontend.eos_token_ids == (1, 7)
+
+
+def test_a_template_of_the_user_takes_the_place_of_the_checkpoints(checkpoint: Path) -> None:
+    file = checkpoint / "mine.txt"
+    file.write_text("{{ messages[0].content }}{{ mood }}{{ tools | length }}")
+    frontend = make(checkpoint, chat_template=file)
+    ids = frontend.render_chat(
+        [{"role": "user", "content": "Hi"}], tools=[{}, {}], chat_template_kwargs={"mood": "!"}
+    )
+    assert frontend.tokenizer.decode(ids) == "Hi!2"

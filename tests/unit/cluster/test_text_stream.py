@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from actors.requests import RequestUpdate
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.tokenizer import TextStream, Tokenizer
+from cluster.tokenizer import TextStream, load_tokenizer
 
-TOKENIZER: tokenizers.Tokenizer = Tokenizer.from_pretrained(BUNDLED_CHECKPOINT).backend
+TOKENIZER: tokenizers.Tokenizer = load_tokenizer(BUNDLED_CHECKPOINT).backend
 
 
 def ids_of(text: str) -> list[int]:

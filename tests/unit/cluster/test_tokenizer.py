@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.tokenizer import ChatTemplate, Tokenizer
-from kernels_integration.errors import CheckpointError, InvalidRequestError
+from cluster.tokenizer import FastTokenizer, load_tokenizer
+from cluster.tokenizer.deepseek_v32_tokenizer import DeepseekV32Tokenizer
+from kernels_integration.errors import CheckpointError, ConfigError, InvalidRequestError
 
 TEXTS = [
     "Hello world",
@@ -34,8 +35,10 @@ CHATS: list[list[dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(BUNDLED_CHECKPOINT)
+def tokenizer() -> FastTokenizer:
+    loaded = load_tokenizer(BUNDLED_CHECKPOINT)
+    assert type(loaded) is FastTokenizer  # of model_type deepseek_v32, but with a template
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,9 @@ def reference() -> Any:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_ids_and_text_equal_those_of_transformers(tokenizer: Tokenizer, reference: Any, text: str) -> None:
+def test_ids_and_text_equal_those_of_transformers(
+    tokenizer: FastTokenizer, reference: Any, text: str
+) -> None:
     ids = reference(text).input_ids
     assert tokenizer.encode(text) == ids
     assert (
@@ -57,7 +62,7 @@ def test_ids_and_text_equal_those_of_transformers(tokenizer: Tokenizer, referenc
         )
 
 
-def test_the_beginning_of_text_is_added_once(tokenizer: Tokenizer) -> None:
+def test_the_beginning_of_text_is_added_once(tokenizer: FastTokenizer) -> None:
     assert tokenizer.encode("Hi")[0] == 0
     assert tokenizer.encode("Hi").count(0) == 1
     assert tokenizer.encode("Hi", add_special_tokens=False).count(0) == 0
@@ -80,12 +85,12 @@ def test_what_is_added_is_what_transformers_adds(tmp_path: Path, settings: dict[
     config |= {name: value for name, value in settings.items() if value is not None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     expected = AutoTokenizer.from_pretrained(tmp_path)("Hi there").input_ids
-    assert Tokenizer.from_pretrained(tmp_path).encode("Hi there") == expected
+    assert load_tokenizer(tmp_path).encode("Hi there") == expected
     raw = json.loads((BUNDLED_CHECKPOINT / "tokenizer.json").read_text()) | {"post_processor": None}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     bare = AutoTokenizer.from_pretrained(tmp_path)("Hi there").input_ids
     assert bare == expected[1:]
-    assert Tokenizer.from_pretrained(tmp_path).encode("Hi there") == bare
+    assert load_tokenizer(tmp_path).encode("Hi there") == bare
 
 
 def test_a_named_token_that_the_file_lacks_is_added(tmp_path: Path) -> None:
@@ -95,7 +100,7 @@ def test_a_named_token_that_the_file_lacks_is_added(tmp_path: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     reference = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.eos_token_id == reference.eos_token_id == 6144
     assert tokenizer.encode("a<|end|>") == reference("a<|end|>").input_ids
@@ -103,92 +108,136 @@ def test_a_named_token_that_the_file_lacks_is_added(tmp_path: Path) -> None:
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
-        Tokenizer.from_pretrained(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="cannot be read as a tokenizer"):
-        Tokenizer.from_pretrained(tmp_path)
+        load_tokenizer(tmp_path)
     shutil.copy(BUNDLED_CHECKPOINT / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list"):
-        Tokenizer.from_pretrained(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_chats_equal_those_of_transformers(
-    tokenizer: Tokenizer, reference: Any, chat: list[dict[str, Any]], add_generation_prompt: bool
+    tokenizer: FastTokenizer, reference: Any, chat: list[dict[str, Any]], add_generation_prompt: bool
 ) -> None:
-    template = ChatTemplate(tokenizer.chat_templates["default"], special_tokens=tokenizer.special_tokens)
-    text = template.render(chat, add_generation_prompt=add_generation_prompt)
+    text = tokenizer.render_chat(chat, add_generation_prompt=add_generation_prompt)
     expected = reference.apply_chat_template(
         chat, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
     )
     assert tokenizer.encode(text, add_special_tokens=False) == expected
 
 
-# What templates of real checkpoints use: blocks on lines of their own, loop controls, namespaces,
-# tojson with arguments, special tokens, extra variables, tools, the generation mark.
-TEMPLATE = """
-{%- set ns = namespace(found=false) %}
-{{ bos_token }}
-{%- for m in messages %}
-    {%- if m.role == 'system' %}{% set ns.found = true %}{% continue %}{% endif %}
-  {% if loop.last and stop_at_last is defined %}{% break %}{% endif %}
-[{{ m['role'] | upper }}] {{ m.content | trim }}{% generation %} said {{ ns.found }}{% endgeneration %}
-{%- endfor %}
-{{ tools | tojson(indent=2) if tools else 'no tools' }}
-{{ {'b': '<é&>', 'a': 1} | tojson(sort_keys=true) }} {{ messages | map(attribute='role') | join(',') }}
-{%- if add_generation_prompt %} go{% endif %}
-"""
-
-
-@pytest.mark.parametrize(
-    "variables", [{}, {"stop_at_last": True}, {"tools": [{"type": "function", "name": "é"}]}]
-)
-def test_the_dialect_of_templates_is_that_of_transformers(
-    tokenizer: Tokenizer, reference: Any, variables: dict[str, Any]
-) -> None:
-    template = ChatTemplate(TEMPLATE, special_tokens=tokenizer.special_tokens)
-    for chat in CHATS:
-        expected = reference.apply_chat_template(
-            chat, chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False, **variables
+def test_tokens_that_only_the_config_knows_are_those_of_transformers(tmp_path: Path) -> None:
+    shutil.copy(BUNDLED_CHECKPOINT / "tokenizer.json", tmp_path)
+    flags = {"lstrip": False, "rstrip": False, "single_word": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "added_tokens_decoder": {
+            "6144": {"content": "<tool>", "special": False, "normalized": False} | flags,
+            "6145": {"content": "<|turn|>", "special": True, "normalized": False} | flags,
+        },
+        "additional_special_tokens": ["<|extra|>", "<|turn|>"],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<tool>b<|turn|>c<|end|> <|extra|>"
+    ids = reference(text).input_ids
+    assert sorted(ids)[-4:] == [6144, 6145, 6146, 6147]
+    assert tokenizer.encode(text) == ids
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(
+            ids, skip_special_tokens=skip
         )
-        assert template.render(chat, **variables) == expected
 
 
-def test_the_date_is_a_function_of_templates() -> None:
-    assert ChatTemplate("{{ strftime_now('%Y') }}", special_tokens={}).render([]).startswith("2")
+def sources(path: Path, **kwargs: Any) -> dict[str, str]:
+    tokenizer = load_tokenizer(path, **kwargs)
+    assert isinstance(tokenizer, FastTokenizer)
+    return {name: template.source for name, template in tokenizer.chat_templates.items()}
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A checkpoint's directory without templates."""
+    shutil.copy(BUNDLED_CHECKPOINT / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    return tmp_path
+
+
+def test_templates_are_found_by_name_and_file(bare: Path) -> None:
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    (bare / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert sources(bare) == {"default": "A", "tool_use": "B"}
+    (bare / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
+    assert sources(bare) == {"default": "J", "tool_use": "B"}
+    (bare / "chat_template.jinja").write_text("C")
+    (bare / "additional_chat_templates").mkdir()
+    (bare / "additional_chat_templates" / "rag.jinja").write_text("R")
+    assert sources(bare) == {"default": "C", "tool_use": "B", "rag": "R"}
+    (bare / "mine").write_text("M")
+    assert sources(bare, chat_template=bare / "mine") == {"default": "M"}
+
+
+def test_a_named_template_is_used_as_transformers_does(bare: Path) -> None:
+    named = [{"name": "default", "template": "no tools"}, {"name": "tool_use", "template": "tools"}]
+    (bare / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": named, "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    tokenizer, reference = load_tokenizer(bare), AutoTokenizer.from_pretrained(bare)
+    chat = [{"role": "user", "content": "x"}]
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        expected = reference.apply_chat_template(chat, tools=tools, tokenize=False)
+        assert tokenizer.render_chat(chat, tools=tools) == expected == ("tools" if tools else "no tools")
+    (bare / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[1:]}))
+    with pytest.raises(InvalidRequestError, match="only under the names tool_use"):
+        load_tokenizer(bare).render_chat(chat)
+    (bare / "tokenizer_config.json").write_text("{}")
+    assert not load_tokenizer(bare).renders_chats
+    with pytest.raises(InvalidRequestError, match=r"no chat template \(none\).*--chat-template FILE"):
+        load_tokenizer(bare).render_chat(chat)
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("file", "content", "words"),
     [
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[0].content.foo.bar }}",
-        "{{ 1 / 0 }}",
-        # the sandbox: no internals, nothing changed
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__.os }}",
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is a int"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', "objects with name and template"),
+        ("chat_template.json", "[", "cannot be read as JSON"),
+        ("chat_template.jinja", "{% if %}", "template default is no legal Jinja"),
+        ("chat_template.jinja", "{{ x | nofilter }}", "No filter named 'nofilter'"),
+        ("chat_template.jinja", "{% for a in x %}" * 25 + "{% endfor %}" * 25, "no legal Jinja: too many"),
+        ("chat_template.jinja", b"\xff\xfe", "cannot be read"),
     ],
 )
-def test_what_a_template_may_not_do_is_the_requests_error(source: str) -> None:
-    with pytest.raises(InvalidRequestError, match="chat template") as caught:
-        ChatTemplate(source, special_tokens={}).render([{"role": "user", "content": "x"}])
-    assert caught.value.field == "messages"
-    if "raise_exception" in source:
-        assert "roles must alternate" in str(caught.value)
+def test_a_bad_template_is_the_checkpoints_error(
+    bare: Path, file: str, content: str | bytes, words: str
+) -> None:
+    (bare / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CheckpointError, match=words):
+        load_tokenizer(bare)
 
 
-def test_a_template_that_is_no_jinja_is_the_checkpoints_error() -> None:
-    with pytest.raises(CheckpointError, match="no legal Jinja"):
-        ChatTemplate("{% if %}", special_tokens={})
+@pytest.mark.parametrize("content", [None, b"{% if %}", b"\xff"])
+def test_a_bad_template_of_the_user_is_a_setting(bare: Path, content: bytes | None) -> None:
+    if content is not None:
+        (bare / "mine").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"chat-template .*mine") as caught:
+        load_tokenizer(bare, chat_template=bare / "mine")
+    assert caught.value.code == "invalid_config"
 
 
-def test_templates_are_found_by_name_and_file(tmp_path: Path) -> None:
-    shutil.copy(BUNDLED_CHECKPOINT / "tokenizer.json", tmp_path)
-    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert Tokenizer.from_pretrained(tmp_path).chat_templates == {"default": "A", "tool_use": "B"}
-    (tmp_path / "chat_template.jinja").write_text("C")
-    assert Tokenizer.from_pretrained(tmp_path).chat_templates["default"] == "C"
+def test_the_mode_chooses_how_chats_are_written(bare: Path) -> None:
+    (bare / "config.json").write_text('{"model_type": "deepseek_v32"}')
+    assert isinstance(load_tokenizer(bare), DeepseekV32Tokenizer)
+    assert type(load_tokenizer(bare, mode="hf")) is FastTokenizer
+    (bare / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    assert type(load_tokenizer(bare)) is FastTokenizer
+    (bare / "chat_template.jinja").write_text("C")
+    (bare / "config.json").write_text('{"model_type": "deepseek_v32"}')
+    assert type(load_tokenizer(bare)) is FastTokenizer
+    forced = load_tokenizer(bare, mode="deepseek_v32")
+    assert forced.render_chat([{"role": "user", "content": "x"}]).endswith("</think>")

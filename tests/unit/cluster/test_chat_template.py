@@ -1,0 +1,256 @@
+"""Chat templates against transformers, and what a template may not do."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cluster.config import BUNDLED_CHECKPOINT
+from cluster.tokenizer import ChatTemplate, template_sandbox
+from cluster.tokenizer.messages import checked_messages
+from kernels_integration.errors import InvalidRequestError
+
+TEMPLATES = Path(__file__).parent / "templates"
+SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return AutoTokenizer.from_pretrained(BUNDLED_CHECKPOINT)
+
+
+def render(source: str, chat: Any, **kwargs: Any) -> str:
+    return ChatTemplate(source).render(checked_messages(chat), special_tokens=SPECIAL, **kwargs)
+
+
+USER = {"role": "user", "content": "  What? <|eos|> {{ 1 }}\n"}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi"}],
+    [
+        {"role": "system", "content": "Be brief.\n"},
+        USER,
+        {"role": "assistant", "content": "This."},
+        {"role": "user", "content": "東京 🙂"},
+    ],
+]
+
+# The dialect: blocks on lines of their own, loop controls, namespaces, tojson with arguments, special tokens,
+# extra variables, tools, the generation mark, macros, recursion, captured blocks, the operator ~.
+DIALECT = """
+{%- set ns = namespace(found=false) %}
+{{ bos_token }}
+{%- macro shout(text) -%}{{ (text | upper) ~ '!' ~ loop_count }}{%- endmacro -%}
+{%- set loop_count = messages | length %}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{% set ns.found = true %}{% continue %}{% endif %}
+  {% if loop.last and stop_at_last is defined %}{% break %}{% endif %}
+[{{ shout(m['role']) }}] {{ m.content | trim }}{% generation %} said {{ ns.found }}{% endgeneration %}
+{%- endfor %}
+{%- set captured %}
+{%- for m in messages if m.role != 'system' %}{{ loop.index }}{% else %}-{% endfor %}{% endset %}
+{{ captured * 2 + '%03d' % 7 }}
+{%- for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is sequence else x }};{% endfor %}
+{{ tools | tojson(indent=2) if tools else 'no tools' }}
+{{ {'b': '<é&>', 'a': 1} | tojson(sort_keys=true) }} {{ messages | map(attribute='role') | join(',') }}
+{%- if add_generation_prompt %} go{% endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"stop_at_last": True}, {"tools": [{"type": "function", "name": "é"}]}]
+)
+def test_the_dialect_of_templates_is_that_of_transformers(reference: Any, variables: dict[str, Any]) -> None:
+    ours = {"tools": variables["tools"]} if "tools" in variables else {"template_kwargs": variables}
+    for chat in CHATS:
+        expected = reference.apply_chat_template(
+            chat, chat_template=DIALECT, add_generation_prompt=True, tokenize=False, **variables
+        )
+        assert render(DIALECT, chat, **ours) == expected
+
+
+# As GLM-4.5 and later: thoughts of past turns left out, arguments of calls looped over, results observed.
+GLM = (TEMPLATES / "glm_style.jinja").read_text(encoding="utf-8")
+
+# As DeepSeek-V3: calls marked by tokens, their arguments appended as text, a content that is none.
+DEEPSEEK_V3 = (TEMPLATES / "deepseek_v3_style.jinja").read_text(encoding="utf-8")
+
+ARGUMENTS = {"city": "Zürich", "days": 3, "units": ["C", "F"], "why": None}
+TEXT = '{"city":"Zürich", "days":3,"units":["C","F"],"why":null}'
+"""Not as json.dumps would write it."""
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def tool_loop(arguments: Any, content: str | None = None) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": "<think>old</think>\nWhere?"},
+        {"role": "user", "content": "Here"},
+        {"role": "assistant", "content": content, "reasoning_content": "look\n", "tool_calls": [call, call]},
+        {"role": "tool", "content": "20 °C", "tool_call_id": "1"},
+        {"role": "tool", "content": '{"wind": 1}', "tool_call_id": "2"},
+        {"role": "assistant", "content": "Fine.", "reasoning_content": "good"},
+    ]
+
+
+@pytest.mark.parametrize("num_messages", range(1, 9))
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_glm_style(
+    reference: Any, num_messages: int, add_generation_prompt: bool, thinking: bool | None
+) -> None:
+    kwargs = {} if thinking is None else {"enable_thinking": thinking}
+    expected = reference.apply_chat_template(
+        tool_loop(ARGUMENTS, content="")[:num_messages],
+        chat_template=GLM,
+        tools=TOOLS,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        **kwargs,
+    )
+    assert ("<arg_key>days</arg_key>\n<arg_value>3</arg_value>" in expected) == (num_messages >= 5)
+    # Clients send arguments as text, and null for no content; transformers would fail on the one and
+    # print "None" for the other.
+    for chat in (tool_loop(ARGUMENTS, ""), tool_loop(TEXT, ""), tool_loop(TEXT, None)):
+        text = render(
+            GLM,
+            chat[:num_messages],
+            tools=TOOLS,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=kwargs,
+        )
+        assert text == expected
+
+
+@pytest.mark.parametrize("num_messages", range(1, 9))
+@pytest.mark.parametrize("kwargs", [{}, {"thinking": True}, {"thinking": False}])
+def test_deepseek_v3_style(num_messages: int, kwargs: dict[str, Any]) -> None:
+    chat = tool_loop(TEXT, None)[:num_messages]
+    # apply_chat_template itself would drop a content of None, and this template then fails.
+    (expected,), _ = render_jinja_template(
+        [chat], chat_template=DEEPSEEK_V3, add_generation_prompt=True, **SPECIAL | kwargs
+    )
+    assert (f"```json\n{TEXT}\n```" in expected) == (num_messages >= 5)
+    assert render(DEEPSEEK_V3, chat, template_kwargs=kwargs) == expected
+    as_objects = render(DEEPSEEK_V3, tool_loop(ARGUMENTS)[:num_messages], template_kwargs=kwargs)
+    assert as_objects == expected.replace(TEXT, json.dumps(ARGUMENTS, ensure_ascii=False))
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("read", ["thinking", "reasoning_content"])
+def test_thoughts_have_all_their_names(reference: Any, name: str, read: str) -> None:
+    source = "{% for m in messages %}{{ m." + read + " }}|{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
+    assert render(source, chat) == reference.apply_chat_template(chat, chat_template=source, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("calls", "field", "words"),
+    [
+        ({}, "messages[0].tool_calls", "must be a list"),
+        ([3], "messages[0].tool_calls[0]", "whose function has a name"),
+        ([{"function": {"arguments": "{}"}}], "messages[0].tool_calls[0]", "whose function has a name"),
+        (
+            [{"function": {"name": "f", "arguments": "{"}}],
+            "messages[0].tool_calls[0].function.arguments",
+            "'{'",
+        ),
+        (
+            [{"function": {"name": "f", "arguments": "[1]"}}],
+            "messages[0].tool_calls[0].function.arguments",
+            "",
+        ),
+        (
+            [{"function": {"name": "f", "arguments": 3}}],
+            "messages[0].tool_calls[0].function.arguments",
+            "is 3",
+        ),
+    ],
+)
+def test_tool_calls_of_another_form_are_refused(calls: Any, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        render("x", [{"role": "assistant", "content": "", "tool_calls": calls or {"a": 1}}])
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+def test_the_date_is_a_function_of_templates() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([]).startswith("2")
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "no identifier", 3])
+def test_arguments_cannot_take_the_place_of_others(name: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs holds") as caught:
+        render("x", CHATS[0], template_kwargs={name: 1})
+    assert caught.value.field == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content.foo.bar }}",
+        "{{ 1 / 0 }}",
+        "{{ 'x' | int + 'y' }}",
+        "{{ messages[9].role.x }}",
+        "{{ [].pop() }}",
+        # the sandbox: no internals, nothing changed
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''['__class__']['__mro__'] }}",
+        "{{ (messages | map(attribute='__class__') | first).x }}",
+        "{{ '{0.__class__.__mro__}'.format(1) | length + none }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ messages[0].tool_calls[0].function.arguments._text.x }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__.x }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.__class__.x }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        # no end
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) if range(99999) | list | sum < 0 %}{% endfor %}",
+        "{% for a in [1] recursive %}{% for b in range(99999) %}{% endfor %}{{ loop([1]) }}{% endfor %}",
+        "{% macro count_step() %}{% endmacro %}{% set environment = 1 %}{% for a in range(99999) %}"
+        "{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(100000000) %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        # no end of memory
+        "{{ 'x' * 10**10 }}",
+        "{{ 10**10 * 'x' }}",
+        "{{ ([1] * 10**9) | length }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ 2 ** 100000 }}",
+        "{{ '%0999999999d' % 1 }}",
+        "{{ '%*d' % (999999999, 1) }}",
+        "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
+        "{% set ns.x = y %}{% endfor %}",
+        "{% for a in range(90000) %}{{ ' ' * 1000 }}{% endfor %}",
+    ],
+)
+def test_what_a_template_may_not_do_is_the_requests_error(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_LOOP_STEPS", 120_000)
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.5)
+    started = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="chat template") as caught:
+        ChatTemplate(source).render([{"role": "user", "content": "x"}])
+    assert caught.value.field == "messages"
+    assert time.monotonic() - started < 5
+    if "raise_exception('" in source:
+        assert "roles must alternate" in str(caught.value)
+
+
+def test_long_chats_stay_within_the_bounds() -> None:
+    chat = [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "y" * 5000}] * 500
+    assert len(render(GLM, chat)) > 5_000_000
