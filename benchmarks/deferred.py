@@ -1,13 +1,14 @@
 """Deferred against sync scheduling: tokens per second, and how much of the coordinator's time is hidden.
 
-    python -m benchmarks.deferred [--executor inline ray] [--requests 1 8 32] [--drafts 0 3] [--repeats 3]
+    python -m benchmarks.deferred [--executor inline ray] [--requests 1 8 32] [--drafts 0 3] [--repeats 8]
 
-Modes alternate within one run, and the best of the repeats counts: other work on the machine slows both.
+Modes take turns, and the median of the ratios of neighbours counts: other work on the machine slows both.
 "Hidden" is the part of the coordinator's time (choose, commit) during which the shards had a step to run.
 """
 
 import argparse
 import asyncio
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,8 +23,11 @@ from cluster.group_client import GroupClient
 from cluster.launch import launch_group
 
 PROMPT_LEN = 32
-NEW_TOKENS = 160
+NEW_TOKENS = 64
+MODES = ("sync", "deferred")
 Interval = tuple[float, float]
+Seconds = dict[str, list[float]]
+"""Per mode."""
 
 
 def config_for(num_drafts: int, num_requests: int, scheduling: str, tp: int) -> GroupConfig:
@@ -108,14 +112,14 @@ def run_inline(group: InlineGroup, requests: list[Request]) -> float:
     return time.perf_counter() - begin
 
 
-async def run_served(addresses: dict[str, str], num_requests: int, repeats: int) -> dict[str, float]:
-    """Best seconds of each mode; the modes take turns."""
+async def run_served(addresses: dict[str, str], num_requests: int, repeats: int) -> Seconds:
+    """The modes take turns."""
 
     async def drain(client: GroupClient, request: Request) -> None:
         async for _ in client.generate(request):
             pass
 
-    seconds: dict[str, list[float]] = {mode: [] for mode in addresses}
+    seconds: Seconds = {mode: [] for mode in addresses}
     for repeat in range(repeats + 1):
         for mode, address in addresses.items():
             async with GroupClient(address) as client:
@@ -125,36 +129,34 @@ async def run_served(addresses: dict[str, str], num_requests: int, repeats: int)
                 begin = time.perf_counter()
                 await asyncio.gather(*(drain(client, request) for request in batch))
                 seconds[mode].append(time.perf_counter() - begin)
-    return {mode: min(times[1:]) for mode, times in seconds.items()}
+    return seconds
 
 
-def inline(num_requests: int, num_drafts: int, repeats: int, tp: int) -> dict[str, tuple[float, float]]:
-    """Per mode: tokens per second, hidden share."""
-    modes = ("sync", "deferred")
-    groups = {mode: InlineGroup(config_for(num_drafts, num_requests, mode, tp)) for mode in modes}
-    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+def inline(num_requests: int, num_drafts: int, repeats: int, tp: int) -> tuple[Seconds, str]:
+    """Seconds of each run of each mode, and how much of the coordinator's time is hidden."""
+    groups = {mode: InlineGroup(config_for(num_drafts, num_requests, mode, tp)) for mode in MODES}
+    seconds: Seconds = {mode: [] for mode in MODES}
     for repeat in range(repeats + 1):
         for mode, group in groups.items():
             seconds[mode].append(run_inline(group, requests_for(num_requests, f"{mode}{repeat}")))
-    results = {}
+    hidden = []
     for mode, group in groups.items():
         timeline = Timeline(group)
         run_inline(group, requests_for(num_requests, f"{mode}-timeline"))
         group.close()
-        results[mode] = (num_requests * NEW_TOKENS / min(seconds[mode][1:]), timeline.hidden())
-    return results
+        hidden.append(f"{timeline.hidden():.0%}")
+    return seconds, f"; hidden {', '.join(hidden)}"
 
 
-def served(num_requests: int, num_drafts: int, repeats: int, tp: int) -> dict[str, tuple[float, float]]:
-    """Per mode: tokens per second through Ray actors and ZeroMQ."""
+def served(num_requests: int, num_drafts: int, repeats: int, tp: int) -> tuple[Seconds, str]:
+    """The same through Ray actors and ZeroMQ."""
     with ExitStack() as stack:
         addresses = {}
-        for mode in ("sync", "deferred"):
+        for mode in MODES:
             config = config_for(num_drafts, num_requests, mode, tp)
             group = stack.enter_context(launch_group(config, address="local"))
             addresses[mode] = group.request_address
-        seconds = asyncio.run(run_served(addresses, num_requests, repeats))
-    return {mode: (num_requests * NEW_TOKENS / s, float("nan")) for mode, s in seconds.items()}
+        return asyncio.run(run_served(addresses, num_requests, repeats)), ""
 
 
 def main() -> None:
@@ -164,20 +166,22 @@ def main() -> None:
     parser.add_argument("--executor", nargs="+", choices=["inline", "ray"], default=["inline"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
     for executor in args.executor:
         measure = inline if executor == "inline" else served
         for num_drafts in args.drafts:
             for num_requests in args.requests:
-                results = measure(num_requests, num_drafts, args.repeats, args.tp)
-                sync, deferred = results["sync"], results["deferred"]
+                seconds, note = measure(num_requests, num_drafts, args.repeats, args.tp)
+                sync, deferred = seconds["sync"][1:], seconds["deferred"][1:]  # the first runs warm up
+                ratio = statistics.median(s / d for s, d in zip(sync, deferred, strict=True))
+                num_tokens = num_requests * NEW_TOKENS
                 print(
                     f"{executor}, tp {args.tp}, {num_drafts} drafts, {num_requests:3d} requests: "
-                    f"sync {sync[0]:7.1f} tokens/s (hidden {sync[1]:4.0%}), "
-                    f"deferred {deferred[0]:7.1f} tokens/s (hidden {deferred[1]:4.0%}): "
-                    f"{deferred[0] / sync[0]:.3f} times",
+                    f"sync {num_tokens / statistics.median(sync):7.1f} tokens/s, "
+                    f"deferred {num_tokens / statistics.median(deferred):7.1f} tokens/s; "
+                    f"deferred is {ratio:.3f} times as fast{note}",
                     flush=True,
                 )
 
