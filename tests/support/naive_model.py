@@ -132,10 +132,9 @@ class NaiveModel:
         k = torch.cat((self._rope(k[..., :rope], positions, interleaved), k[..., rope:]), dim=-1)
         weights = (x @ self.w[f"{prefix}weights_proj.weight"].T) * heads**-0.5
         score = torch.einsum("qh,qhk->qk", weights, (torch.einsum("qhd,kd->qhk", q, k) * dim**-0.5).relu())
-        kept = torch.zeros(n, n, dtype=torch.bool)
-        for t in range(n):
-            visible = (score[t, : t + 1] + 0.0).sort(descending=True, stable=True).indices
-            kept[t, visible[: c["index_topk"]]] = True
+        score = (score + 0.0).masked_fill(~causal, -math.inf)  # -0.0 + 0.0 is 0.0: they are equal
+        order = score.sort(dim=-1, descending=True, stable=True).indices
+        kept = torch.zeros_like(causal).scatter(1, order[:, : c["index_topk"]], True)
         return kept & causal
 
     def _mlp(self, prefix: str, x: Tensor) -> Tensor:
@@ -147,20 +146,19 @@ class NaiveModel:
         c = self.config
         p = torch.sigmoid(x @ self.w[f"{prefix}gate.weight"].T)
         biased = p + self.w[f"{prefix}gate.e_score_correction_bias"]
-        per_group = c["n_routed_experts"] // c["n_group"]
-        rows = []
-        for t in range(len(x)):
-            groups = biased[t].view(c["n_group"], per_group)
-            ranked = groups.topk(2, dim=-1).values.sum(-1).argsort(descending=True)[: c["topk_group"]]
-            allowed = [int(g) * per_group + e for g in ranked for e in range(per_group)]
-            chosen = sorted(allowed, key=lambda e: -float(biased[t, e]))[: c["num_experts_per_tok"]]
-            weights = p[t, chosen]
-            if c["norm_topk_prob"]:
-                weights = weights / (weights.sum() + 1e-20)
-            weights = weights * c["routed_scaling_factor"]
-            experts = [self._mlp(f"{prefix}experts.{e}.", x[t]) for e in chosen]
-            rows.append(sum(w * y for w, y in zip(weights, experts, strict=True)))
-        routed = torch.stack(rows)
+        groups = biased.view(len(x), c["n_group"], -1)
+        best = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1).argsort(dim=-1, descending=True)
+        is_kept = torch.zeros_like(groups, dtype=torch.bool)
+        for t, chosen in enumerate(best[:, : c["topk_group"]].tolist()):
+            is_kept[t, chosen] = True
+        ranked = biased.masked_fill(~is_kept.flatten(1), -math.inf).argsort(dim=-1, descending=True)
+        experts = ranked[:, : c["num_experts_per_tok"]]
+        weights = p.gather(1, experts)
+        if c["norm_topk_prob"]:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = torch.zeros_like(p).scatter(1, experts, weights * c["routed_scaling_factor"])
+        outputs = [self._mlp(f"{prefix}experts.{e}.", x) for e in range(c["n_routed_experts"])]
+        routed = torch.einsum("te,etd->td", weights, torch.stack(outputs))
         return routed + self._mlp(f"{prefix}shared_experts.", x) if c["n_shared_experts"] else routed
 
     def _rms(self, x: Tensor, name: str) -> Tensor:
