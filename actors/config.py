@@ -16,6 +16,10 @@ class GroupConfig:
     enable_expert_parallel: bool = False
     """Whole routed experts on each shard, instead of a part of each expert."""
     num_speculative_tokens: int = 0
+    dynamic_speculative_decoding: bool = False
+    """Propose as many drafts as pay, of at most num_speculative_tokens."""
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    """Rows (first, last, k) by the number of running requests; instead of choosing by measurement."""
     num_mtp_modules: int = 1
     """MTP layers that draft, at least 1. As many rows before the end of a prefix hit are computed again."""
     max_model_len: int

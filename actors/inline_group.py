@@ -6,6 +6,7 @@ collectives. In deferred mode they run the next step while the caller reads the 
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -20,17 +21,27 @@ from actors.shard.shard import Shard
 from actors.stats import GroupStats
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
+from kernels_integration.spans import Span, Spans
 
 
 class InlineGroup:
     """Coordinator and shards of one group, stepped by the caller.
 
     tokenizer finds stop strings; without one, requests with stop strings are refused.
+    clock: the coordinator's, in seconds.
     """
 
-    def __init__(self, config: GroupConfig, *, tokenizer: Tokenizer | None = None) -> None:
-        self._shards = _start_shards(config)
-        self._coordinator = Coordinator(config, tokenizer=tokenizer)
+    def __init__(
+        self,
+        config: GroupConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spans = Spans(is_on=config.trace)
+        self._shard_spans = [Spans(is_on=config.trace) for _ in range(config.tensor_parallel_size)]
+        self._shards = _start_shards(config, self._shard_spans)
+        self._coordinator = Coordinator(config, tokenizer=tokenizer, clock=clock, spans=self._spans)
 
     @property
     def has_work(self) -> bool:
@@ -48,10 +59,18 @@ class InlineGroup:
     def step(self) -> list[RequestUpdate | RequestFailed]:
         """Send what can be scheduled, wait for one report, and return what became known."""
         while (step := self._coordinator.schedule()) is not None:
-            self._shards.send(step)
+            with self._spans("send", step.step):
+                self._shards.send(step)
         if self._coordinator.num_outstanding_steps:
-            self._coordinator.process(self._shards.next_report())
+            with self._spans("idle"):
+                report = self._shards.next_report()
+            self._coordinator.process(report)
         return self._coordinator.take_updates()
+
+    def take_trace(self) -> dict[str, list[Span]]:
+        """By actor: where time went since the last call. Empty lists unless config.trace."""
+        shards = {f"shard {rank}": spans.take() for rank, spans in enumerate(self._shard_spans)}
+        return {"coordinator": self._spans.take()} | shards
 
     def close(self) -> None:
         self._shards.close()
@@ -61,8 +80,13 @@ class _ThreadedShards:
     """One thread a rank. A rank that fails closes its collectives, which releases the others."""
 
     def __init__(
-        self, size: int, build: Callable[[int], Shard], collectives: list[list[Collectives]]
+        self,
+        build: Callable[[int], Shard],
+        collectives: list[list[Collectives]],
+        spans: list[Spans],
     ) -> None:
+        size = len(spans)
+        self._spans = spans
         self._build = build
         self._collectives = collectives
         self._inboxes: list[queue.SimpleQueue[StepInput | None]] = [queue.SimpleQueue() for _ in range(size)]
@@ -102,7 +126,8 @@ class _ThreadedShards:
             shard = self._build(rank)
             self._results.put(None)
             while (step := self._inboxes[rank].get()) is not None:
-                shard.execute(step, self._results.put)
+                with self._spans[rank]("step", step.step):
+                    shard.execute(step, self._results.put)
         except Exception as error:
             self._results.put(error)  # before the others fail for want of this rank
             for member in self._collectives[rank]:
@@ -114,15 +139,15 @@ class _ThreadedShards:
                 raise result
 
 
-def _start_shards(config: GroupConfig) -> _ThreadedShards:
+def _start_shards(config: GroupConfig, spans: list[Spans]) -> _ThreadedShards:
     size, dcp_size = config.tensor_parallel_size, config.decode_context_parallel_size
     tp = _collectives(size)
     dcp = [member for _ in range(size // dcp_size) for member in _collectives(dcp_size)]
 
     def build(rank: int) -> Shard:
-        return build_shard(config, tp=tp[rank], dcp_comm=dcp[rank])
+        return build_shard(config, tp=tp[rank], dcp_comm=dcp[rank], spans=spans[rank])
 
-    return _ThreadedShards(size, build, [[tp[rank], dcp[rank]] for rank in range(size)])
+    return _ThreadedShards(build, [[tp[rank], dcp[rank]] for rank in range(size)], spans)
 
 
 def _collectives(size: int) -> list[Collectives]:

@@ -3,6 +3,18 @@
 import msgspec
 
 
+class PhaseTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that the finished requests spent, all together."""
+
+    num_finished: int = 0
+    queue_s: float = 0.0
+    """Until the first admission."""
+    prefill_s: float = 0.0
+    """From there to the first token."""
+    decode_s: float = 0.0
+    """From there to the end."""
+
+
 class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and gauges of one coordinator."""
 
@@ -24,6 +36,13 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts proposed at positions 1..num_speculative_tokens."""
     accepted: tuple[int, ...] = ()
     """Of these, accepted - counted before a stop cuts the run."""
+    last_k: tuple[int, ...] = ()
+    """Of the newest step with verifies: how many proposed 0, 1, 2, ... drafts."""
+    num_cache_queries: int = 0
+    """Tokens looked up in the prefix cache: what admissions had committed."""
+    num_cache_hits: int = 0
+    """Of these, found there."""
+    phases: PhaseTimes = PhaseTimes()
     num_steps: int = 0
     num_rows: int = 0
     """Rows of all steps: anchors, drafts and chunks."""
@@ -38,6 +57,10 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_per_verify(self) -> float:
         """Mean tokens that a verify emits before stops; 0 without verifies."""
         return 1 + sum(self.accepted) / self.num_verifies if self.num_verifies else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        return self.num_cache_hits / self.num_cache_queries if self.num_cache_queries else 0.0
 
     @property
     def acceptance(self) -> tuple[float, ...]:

@@ -4,11 +4,12 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:  # the coordinator records spans too, and has no use for torch
+    from torch import Tensor
 
-from kernels_integration.collectives import Collectives
+    from kernels_integration.collectives import Collectives
 
 MAX_SPANS = 200_000
 """The newest are kept: about 15 MB."""
@@ -20,12 +21,15 @@ class Span(NamedTuple):
     name: str
     start_ns: int
     duration_ns: int
+    step: int | None = None
+    """The step that it belongs to, where that is not clear from the span around it."""
 
 
 class Spans:
     """A recorder for one thread. Switched off it costs one call a span.
 
     with spans("attention"): ...
+    with spans("step", 17): ...
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -33,8 +37,8 @@ class Spans:
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._off = nullcontext()
 
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        return _OpenSpan(name, self._spans) if self._is_on else self._off
+    def __call__(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
+        return _OpenSpan(name, step, self._spans) if self._is_on else self._off
 
     def take(self) -> list[Span]:
         """What was recorded since the last call, in the order of ending. Callable from another thread."""
@@ -45,10 +49,11 @@ class Spans:
 
 
 class _OpenSpan(AbstractContextManager[None]):
-    __slots__ = ("_name", "_spans", "_start_ns")
+    __slots__ = ("_name", "_spans", "_start_ns", "_step")
 
-    def __init__(self, name: str, spans: deque[Span]) -> None:
+    def __init__(self, name: str, step: int | None, spans: deque[Span]) -> None:
         self._name = name
+        self._step = step
         self._spans = spans
 
     def __enter__(self) -> None:
@@ -60,13 +65,14 @@ class _OpenSpan(AbstractContextManager[None]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._spans.append(Span(self._name, self._start_ns, time.monotonic_ns() - self._start_ns))
+        duration_ns = time.monotonic_ns() - self._start_ns
+        self._spans.append(Span(self._name, self._start_ns, duration_ns, self._step))
 
 
 class SpannedCollectives:
     """Collectives whose operations, waiting included, are spans named "collectives"."""
 
-    def __init__(self, comm: Collectives, spans: Spans) -> None:
+    def __init__(self, comm: "Collectives", spans: Spans) -> None:
         self._comm = comm
         self._spans = spans
 
@@ -78,11 +84,11 @@ class SpannedCollectives:
     def size(self) -> int:
         return self._comm.size
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: "Tensor") -> "Tensor":
         with self._spans("collectives"):
             return self._comm.all_reduce(x)
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: "Tensor") -> "Tensor":
         with self._spans("collectives"):
             return self._comm.all_gather(x)
 

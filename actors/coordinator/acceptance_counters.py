@@ -8,6 +8,8 @@ class AcceptanceCounters:
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_verifies = 0
+        self.last_k: tuple[int, ...] = ()
+        """Of the newest step with verifies: how many proposed 0, 1, 2, ... drafts."""
         # [n]: verifies that proposed, or accepted, exactly n drafts.
         self._proposed = [0] * (num_speculative_tokens + 1)
         self._accepted = [0] * (num_speculative_tokens + 1)

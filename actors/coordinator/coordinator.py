@@ -14,16 +14,19 @@ from actors.acceptance import MASKED, count_emitted, standard_tokens
 from actors.config import GroupConfig
 from actors.coordinator.acceptance_counters import AcceptanceCounters
 from actors.coordinator.blocks import BlockManager
+from actors.coordinator.draft_policy import DraftPolicy, StepResult, draft_policy_of
 from actors.coordinator.logprobs import LogprobRows
 from actors.coordinator.prefix_cache import PrefixCache
 from actors.coordinator.request_state import NEVER, RequestState
 from actors.coordinator.schedule import Schedule, ScheduledRows
-from actors.coordinator.scheduler import DraftPolicy, Scheduler
+from actors.coordinator.scheduler import Scheduler
 from actors.coordinator.step_message import build_step_input
+from actors.coordinator.timings import Timings
 from actors.messages import PENDING_CAPACITY, RowKind, StepInput, StepOutput
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
 from kernels_integration.errors import DuplicateRequestError, InvalidRequestError, LatentrayError
+from kernels_integration.spans import Spans
 
 STEPS_IN_FLIGHT = {"sync": 1, "deferred": 2}
 """Sync: the next step is chosen when the last has reported. Deferred: while the last one runs."""
@@ -35,6 +38,8 @@ class _OutstandingStep:
     schedule: Schedule
     k: NDArray[np.uint8]
     """[V] drafts of the verifies, then a zero for each final chunk: what yields tokens, in order."""
+    slots: NDArray[np.int32]
+    """[V]"""
     sent_at: float
 
     @property
@@ -48,9 +53,8 @@ class Coordinator:
     Single-threaded. The caller repeats: `submit` and `abort` as they come, `schedule` -> shards -> `process`,
     `take_updates` -> streams.
 
-    tokenizer: needed for stop strings only. clock: seconds, for statistics. draft_policy: drafts to
-    propose for a request in a step, of at most num_speculative_tokens; that many by default.
-    max_steps_in_flight: by config.scheduling, unless given.
+    tokenizer: needed for stop strings only. clock: seconds, for statistics and for the cost of drafts.
+    draft_policy, max_steps_in_flight: by config, unless given. spans: records "schedule" and "process".
     """
 
     def __init__(
@@ -61,19 +65,22 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         draft_policy: DraftPolicy | None = None,
         max_steps_in_flight: int | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._clock = clock
+        self._spans = spans or Spans(is_on=False)
         self._blocks = BlockManager(num_blocks=config.num_kv_blocks, tokens_per_block=config.tokens_per_block)
         self._prefix_cache = PrefixCache(
             self._blocks, is_on=config.enable_prefix_caching, algorithm=config.prefix_caching_hash_algo
         )
+        self._draft_policy = draft_policy or draft_policy_of(config)
         self._scheduler = Scheduler(
             config,
             blocks=self._blocks,
             prefix_cache=self._prefix_cache,
-            draft_policy=draft_policy or (lambda _request: config.num_speculative_tokens),
+            draft_policy=self._draft_policy,
         )
         self._max_steps_in_flight = max_steps_in_flight or STEPS_IN_FLIGHT[config.scheduling]
         self._live: dict[str, RequestState] = {}
@@ -84,7 +91,8 @@ class Coordinator:
         self._num_arrivals = self._num_finished = self._num_aborted = 0
         self._num_prompt_tokens = self._num_generated_tokens = 0
         self._num_steps = self._num_rows = 0
-        self._schedule_s = self._step_s = self._process_s = 0.0
+        self._num_cache_queries = self._num_cache_hits = 0
+        self._timings = Timings(clock)
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +121,7 @@ class Coordinator:
         state = RequestState(request, rank=rank, limit=limit, tokenizer=self._tokenizer)
         self._live[request_id] = state
         self._scheduler.add(state)
+        self._timings.submitted(request_id)
         self._num_prompt_tokens += state.num_prompt_tokens
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -135,6 +144,7 @@ class Coordinator:
         assert epoch > self._epoch, (epoch, self._epoch)
         self._epoch = epoch
         self._outstanding.clear()
+        self._timings.interrupted()
         self._scheduler.withdraw_all()
         self._blocks.forget_published()
 
@@ -142,10 +152,17 @@ class Coordinator:
         """The next step for the shards; None if nothing can run or a step in flight must report first."""
         if len(self._outstanding) >= self._max_steps_in_flight:
             return None
+        with self._spans("schedule", self._num_steps + 1):
+            return self._next_step()
+
+    def _next_step(self) -> StepInput | None:
         started = self._clock()
+        self._draft_policy.begin_step(self._scheduler.running)
         schedule = self._scheduler.schedule([step.schedule for step in self._outstanding])
         if schedule is None:
             return None
+        if schedule.admitted:
+            self._take_admissions(schedule.admitted)
         self._num_steps += 1
         message = build_step_input(schedule, epoch=self._epoch, step=self._num_steps)
         num_verifies = len(schedule.verifies)
@@ -153,10 +170,11 @@ class Coordinator:
         self._num_rows += int(message.k.sum()) + num_verifies + len(message.ids)
         yields_token = np.concatenate([np.ones(num_verifies, bool), np.array(is_final, bool)])
         sent_at = self._clock()
+        slots = message.slot[:num_verifies]
         self._outstanding.append(
-            _OutstandingStep(self._num_steps, schedule, message.k[yields_token], sent_at)
+            _OutstandingStep(self._num_steps, schedule, message.k[yields_token], slots, sent_at)
         )
-        self._schedule_s += sent_at - started
+        self._timings.schedule_s += sent_at - started
         return message
 
     def process(self, output: StepOutput) -> None:
@@ -168,6 +186,10 @@ class Coordinator:
         """
         if output.epoch < self._epoch:
             return
+        with self._spans("process", output.step):
+            self._process(output)
+
+    def _process(self, output: StepOutput) -> None:
         started = self._clock()
         step = self._checked_step(output)
         self._outstanding.popleft()
@@ -197,8 +219,8 @@ class Coordinator:
                 if end > first:
                     self._commit(request, tokens[first:end], logprobs, first_logprob)
             first = end
-        self._step_s += started - step.sent_at
-        self._process_s += self._clock() - started
+        self._observe(step, num_emitted, started)
+        self._timings.process_s += self._clock() - started
 
     def take_updates(self) -> list[RequestUpdate | RequestFailed]:
         """What happened since the last call, in order. A request's last: a finish_reason or a failure."""
@@ -221,9 +243,13 @@ class Coordinator:
             accepted=self._counters.accepted,
             num_steps=self._num_steps,
             num_rows=self._num_rows,
-            schedule_s=self._schedule_s,
-            step_s=self._step_s,
-            process_s=self._process_s,
+            last_k=self._counters.last_k,
+            num_cache_queries=self._num_cache_queries,
+            num_cache_hits=self._num_cache_hits,
+            phases=self._timings.phases(),
+            schedule_s=self._timings.schedule_s,
+            step_s=self._timings.step_s,
+            process_s=self._timings.process_s,
         )
 
     def _checked_limit(self, request: Request) -> int:
@@ -275,6 +301,29 @@ class Coordinator:
                 f"expected {expected_sizes}"
             )
         return oldest
+
+    def _take_admissions(self, admitted: list[RequestState]) -> None:
+        self._draft_policy.admitted([request.slot for request in admitted])
+        for request in admitted:
+            self._timings.admitted(request.request.request_id)
+            if self._config.enable_prefix_caching and request.prompt_logprobs is None:
+                self._num_cache_queries += len(request.tokens)
+                self._num_cache_hits += request.num_hit_tokens
+
+    def _observe(self, step: _OutstandingStep, num_emitted: list[int], reported_at: float) -> None:
+        """Statistics, and what the choice of k learns from."""
+        seconds = self._timings.step_reported(step.sent_at, reported_at, goes_on=self.has_work)
+        num_verifies = len(step.schedule.verifies)
+        result = StepResult(
+            slots=step.slots,
+            k=step.k[:num_verifies].astype(np.int64),
+            accepted=np.maximum(np.array(num_emitted[:num_verifies], np.int64) - 1, 0),
+            has_chunks=bool(step.schedule.chunks),
+            seconds=seconds,
+        )
+        if num_verifies:
+            self._counters.last_k = tuple(np.bincount(result.k).tolist())
+        self._draft_policy.observe(result)
 
     def _take_verify(
         self, rows: ScheduledRows, tokens: tuple[int, ...], num_emitted: int, length: int
@@ -329,7 +378,10 @@ class Coordinator:
                 num_accepted_tokens=state.num_accepted_tokens,
             )
         )
+        if len(kept) == len(state.tokens) - state.num_prompt_tokens:
+            self._timings.first_token(state.request.request_id)
         if stop.finish_reason is not None:
+            self._timings.finished(state.request.request_id)
             self._end(state)
             self._num_finished += 1
 
@@ -339,6 +391,7 @@ class Coordinator:
 
     def _end(self, state: RequestState) -> None:
         del self._live[state.request.request_id]
+        self._timings.ended(state.request.request_id)
         self._scheduler.remove(state)
 
 

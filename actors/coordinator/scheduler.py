@@ -1,11 +1,12 @@
 """Which requests get which rows in the next step."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 
 from actors.config import GroupConfig
 from actors.coordinator.blocks import BlockManager
+from actors.coordinator.draft_policy import DraftPolicy
 from actors.coordinator.prefix_cache import PrefixCache
 from actors.coordinator.request_state import NOT_ADMITTED, RequestState
 from actors.coordinator.schedule import (
@@ -17,9 +18,6 @@ from actors.coordinator.schedule import (
     in_flight_by_admission,
 )
 from actors.messages import RowKind
-
-DraftPolicy = Callable[[RequestState], int]
-"""How many drafts to propose for a request in this step; the scheduler lowers it where they do not fit."""
 
 _rank = attrgetter("rank")
 _num_drafts = attrgetter("k")
@@ -124,7 +122,7 @@ class Scheduler:
         if lowest > last:
             return None
         assert lowest > request.num_published_tokens, "a published block would be written"
-        k = self._draft_policy(request) if self._max_drafts else 0
+        k = self._draft_policy.num_drafts(request) if self._max_drafts else 0
         bound = min(self._max_drafts, last - lowest, max_rows - 1)
         if k > bound:
             k = max(bound, 0)

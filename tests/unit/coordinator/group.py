@@ -6,6 +6,7 @@ from fake_shard import FakeShard, sometimes_right
 
 from actors.config import GroupConfig
 from actors.coordinator.coordinator import Coordinator
+from actors.coordinator.draft_policy import StaticDrafts
 from actors.messages import StepInput, StepOutput, decode_input, decode_output, encode
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.sampling_params import SamplingParams
@@ -40,9 +41,11 @@ def request(
 
 
 class Group:
-    def __init__(self, config=None, *, draft=sometimes_right, **kwargs) -> None:
+    def __init__(self, config=None, *, draft=sometimes_right, draft_policy=None, **kwargs) -> None:
+        """draft_policy: a DraftPolicy, or a function of the request."""
         self.config = config or group_config()
-        self.coordinator = Coordinator(self.config, **kwargs)
+        policy = StaticDrafts(draft_policy) if callable(draft_policy) else draft_policy
+        self.coordinator = Coordinator(self.config, draft_policy=policy, **kwargs)
         self.shard = FakeShard(self.config, draft)
         self.updates: list[RequestUpdate | RequestFailed] = []
         self.sent: list[StepInput] = []

@@ -238,19 +238,27 @@ def test_each_emitted_token_carries_its_own_log_probabilities() -> None:
 
 
 def test_statistics() -> None:
-    ticks = iter(range(10_000))
-    group = Group(group_config(max_num_seqs=1), clock=lambda: float(next(ticks)))
+    now = [0.0]
+    group = Group(group_config(max_num_seqs=1), clock=lambda: now[0])
     for i in range(2):
         group.coordinator.submit(request(f"r{i}", [1] * 10, max_tokens=5))
     group.send()
     stats = group.coordinator.stats()
     assert (stats.running, stats.waiting) == (1, 1)
     assert (stats.num_used_blocks, stats.num_kv_blocks) == (3, 64)
+    now[0] = 2.0
     group.report()
     stats = group.coordinator.stats()
     assert (stats.num_steps, stats.num_rows) == (1, 10)
-    assert (stats.schedule_s, stats.step_s, stats.process_s) == (1.0, 1.0, 1.0)
-    group.run()
-    stats = group.coordinator.stats()
+    assert (stats.schedule_s, stats.step_s, stats.process_s) == (0.0, 2.0, 0.0)
+    while group.send():
+        now[0] += 1.0
+        group.report()
+        stats = group.coordinator.stats()
+    num_verifies, phases = len(group.sent) - 2, stats.phases
+    # The second request waits until the first has ended; both are one step in prefill.
+    assert (phases.num_finished, phases.prefill_s, phases.decode_s) == (2, 2.0 + 1.0, num_verifies)
+    assert 2.0 < phases.queue_s < 2.0 + num_verifies
+    assert (stats.num_cache_queries, stats.num_cache_hits) == (20, 8)
     assert (stats.num_finished, stats.num_prompt_tokens, stats.num_generated_tokens) == (2, 20, 10)
     assert stats.num_rows == sum(int((m.k + (m.kind == 0)).sum()) + len(m.ids) for m in group.sent)
