@@ -8,17 +8,17 @@ from kernels_integration.errors import InvalidRequestError
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word at the start of a text and, where that is as long, after a space.
+    """Token sequences of each word at the start of a text, and after a space.
 
-    As in vLLM: a word whose spaced form only adds a space token is caught by its plain form.
+    A spaced form that only puts a token before the plain one is caught by that. vLLM also leaves out spaced
+    forms of another length, and then does generate " instance" where "instance" is banned.
     """
     found: list[tuple[int, ...]] = []
     for word in words:
         plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
-        if plain:
-            found.append(plain)
-        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+        found.append(plain)
+        if spaced[-len(plain) :] != plain:
             found.append(spaced)
     return tuple(dict.fromkeys(found))
 

@@ -52,9 +52,10 @@ def _check(entries, tokens, rows: torch.Tensor, num_top: int) -> None:
         {"num_speculative_tokens": 0},
         {"num_speculative_tokens": 3},
         {"num_speculative_tokens": 3, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        {"num_speculative_tokens": 3, "rejection_sampling": "standard", "scheduling": "deferred"},
         {"num_speculative_tokens": 5, "max_num_batched_tokens": 17, "block_size": 2, "num_kv_blocks": 44},
     ],
-    ids=["k0", "k3", "tp2", "chunks-and-preemption"],
+    ids=["k0", "k3", "tp2", "standard", "chunks-and-preemption"],
 )
 def test_log_probabilities_are_the_teacher_forced_ones(config):
     """Whichever way a token came: from a prompt's last row, as an accepted draft, or in a draft's place."""
