@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.actor_process import Node
 from actors.config import GroupConfig
 from actors.coordinator_actor import CoordinatorActor
-from actors.model_location import to_portable
+from actors.model_location import to_local, to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import ShardSpec
 from cluster import placement
@@ -191,7 +191,7 @@ class _Group:
             free_port=lambda: ray.get(shards[0].ask("free_port")),
         )
         self.collectives = collectives.kind
-        progress(describe_kv_cache(config))
+        progress(describe_kv_cache(to_local(config)))
         progress(f"placed on {placement.count_by_node({m.name: m.node for m in self.members})}")
         loads = [
             shard.actor.load.remote(
