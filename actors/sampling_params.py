@@ -1,12 +1,12 @@
 """Sampling parameters of a request, spelled as in vLLM. Illegal values are refused, never clamped."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidRequestError, shown
 
 ALL_LOGPROBS = -1
 """A number of alternatives: the whole vocabulary."""
@@ -15,6 +15,18 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_BAD_WORDS = 1024
+MAX_COUNT = 2**63 - 1
+"""What messages between processes and the shards' arrays hold."""
+MIN_REPETITION_PENALTY = 0.01
+"""Below, a logit divided by it may overflow, and a row without a finite logit ends the group."""
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a str that UTF-8 can carry: JSON's lone surrogates ("\\ud800") are none."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,13 +84,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _take_vllm_spellings(self) -> None:
         """vLLM users also write one string, a list, None, or JSON's text keys."""
-        stop: Any = self.stop
-        _set(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
-        _set(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        bad_words: Any = self.bad_words
-        _set(self, "bad_words", (bad_words,) if isinstance(bad_words, str) else tuple(bad_words or ()))
+        for field in ("stop", "bad_words"):
+            value = getattr(self, field)
+            _set(self, field, (value,) if isinstance(value, str) else _as_tuple(field, value, "texts"))
+        _set(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, "token ids"))
         if self.allowed_token_ids is not None:
-            _set(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            _set(
+                self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids, "token ids")
+            )
         if self.logit_bias is not None:
             _set(self, "logit_bias", _with_int_keys(self.logit_bias))
 
@@ -96,10 +109,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "a number from 0 (greedy) to 100",
         )
         _require(
-            _is_int(self.top_k) and self.top_k >= -1,
+            _is_int(self.top_k) and -1 <= self.top_k <= MAX_COUNT,
             "top_k",
             self.top_k,
-            "a whole number >= 1, or 0 or -1 for all tokens",
+            "a whole number from 1 to 2**63 - 1, or 0 or -1 for all tokens",
         )
         _require(
             _is_number(self.top_p) and 0 < self.top_p <= 1,
@@ -125,10 +138,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, field)
             _require(_is_number(value) and -2 <= value <= 2, field, value, "a number from -2 to 2 (0 is off)")
         _require(
-            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 100,
+            _is_number(self.repetition_penalty) and MIN_REPETITION_PENALTY <= self.repetition_penalty <= 100,
             "repetition_penalty",
             self.repetition_penalty,
-            "a number above 0, up to 100 (1 is off)",
+            f"a number from {MIN_REPETITION_PENALTY} to 100 (1 is off)",
         )
         _require(
             self.logit_bias is None
@@ -146,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
         _require(
             len(self.bad_words) <= MAX_BAD_WORDS
-            and all(isinstance(w, str) and w.strip() and len(w) <= MAX_STOP_LENGTH for w in self.bad_words),
+            and all(is_text(w) and w.strip() and len(w) <= MAX_STOP_LENGTH for w in self.bad_words),
             "bad_words",
             self.bad_words,
             f"at most {MAX_BAD_WORDS} texts of at most {MAX_STOP_LENGTH} characters, none of them blank",
@@ -154,14 +167,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_ends(self) -> None:
         _require(
-            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            self.max_tokens is None or (_is_int(self.max_tokens) and 1 <= self.max_tokens <= MAX_COUNT),
             "max_tokens",
             self.max_tokens,
-            "a whole number >= 1, or None for as many as the context holds",
+            "a whole number >= 1 (below 2**63), or None for as many as the context holds",
         )
         _require(
             _is_int(self.min_tokens)
-            and self.min_tokens >= 0
+            and 0 <= self.min_tokens <= MAX_COUNT
             and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "min_tokens",
             self.min_tokens,
@@ -170,7 +183,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
         _require(
             len(self.stop) <= MAX_STOP_STRINGS
-            and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
+            and all(is_text(s) and 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
             "stop",
             self.stop,
             f"at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_LENGTH} characters",
@@ -187,13 +200,22 @@ def _set(params: SamplingParams, field: str, value: object) -> None:
     msgspec.structs.force_setattr(params, field, value)
 
 
+def _as_tuple(field: str, value: Any, members: str) -> tuple[Any, ...]:
+    """None means none; what is no list stays out, text too, which would fall into characters."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{field} is {shown(value)}; it must be a list of {members}", field=field)
+    return tuple(value)
+
+
 def _with_int_keys(bias: Any) -> Any:
     """JSON has only text keys. What is no whole number stays, for the check to name."""
     if not isinstance(bias, Mapping):
         raise InvalidRequestError(
-            f"logit_bias is {bias!r}; it must be an object of token ids and numbers", field="logit_bias"
+            f"logit_bias is {shown(bias)}; it must be an object of token ids and numbers", field="logit_bias"
         )
-    return {int(t) if isinstance(t, str) and t.isdecimal() else t: value for t, value in bias.items()}
+    return {int(t) if isinstance(t, str) and t.isdecimal() and len(t) < 20 else t: v for t, v in bias.items()}
 
 
 def _is_int(value: object) -> bool:
@@ -206,4 +228,4 @@ def _is_number(value: object) -> bool:
 
 def _require(legal: bool, field: str, value: object, rule: str) -> None:
     if not legal:
-        raise InvalidRequestError(f"{field} is {value!r}; it must be {rule}", field=field)
+        raise InvalidRequestError(f"{field} is {shown(value)}; it must be {rule}", field=field)

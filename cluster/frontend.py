@@ -13,11 +13,11 @@ from actors.model.config import ModelConfig
 from actors.requests import Request
 from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams
 from cluster.generation_config import default_sampling_params, eos_token_ids
-from cluster.token_checks import bad_word_ids, require_candidates
+from cluster.token_checks import bad_word_ids, require_candidates, require_text
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.json_files import read_json_object
 from cluster.tokenizer.messages import checked_messages
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidRequestError, shown
 
 
 class ModelFrontend:
@@ -145,10 +145,12 @@ class ModelFrontend:
             raise InvalidRequestError(
                 "prompt is empty; it must hold at least one character or token id", field="prompt"
             )
+        if isinstance(prompt, str):
+            require_text(prompt, "prompt")
         token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not token_ids:
             raise InvalidRequestError(
-                f"prompt {prompt!r} has no tokens; it must have at least one", field="prompt"
+                f"prompt {shown(prompt)} has no tokens; it must have at least one", field="prompt"
             )
         for token_id in token_ids:
             self._check_token_id(token_id, "prompt")
@@ -178,6 +180,7 @@ class ModelFrontend:
             tools=tools,
             template_kwargs=chat_template_kwargs,
         )
+        require_text(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
 
     def text_stream(self, params: SamplingParams) -> TextStream:
@@ -207,7 +210,7 @@ class ModelFrontend:
         legal = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not legal or not 0 <= token_id < self.vocab_size:  # type: ignore[operator]
             raise InvalidRequestError(
-                f"{field} holds {token_id!r}; token ids of {self.served_model_name} are whole numbers from 0 "
-                f"to {self.vocab_size - 1}",
+                f"{field} holds {shown(token_id)}; token ids of {self.served_model_name} are whole numbers "
+                f"from 0 to {self.vocab_size - 1}",
                 field=field,
             )

@@ -1,8 +1,8 @@
-"""Rules over token ids that need the vocabulary."""
+"""Rules over texts and token ids that the tokenizer and the vocabulary set."""
 
 from collections.abc import Iterable, Sequence
 
-from actors.sampling_params import SamplingParams
+from actors.sampling_params import SamplingParams, is_text
 from cluster.tokenizer import Tokenizer
 from kernels_integration.errors import InvalidRequestError
 
@@ -21,6 +21,17 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
         if spaced[-len(plain) :] != plain:
             found.append(spaced)
     return tuple(dict.fromkeys(found))
+
+
+def require_text(text: str, field: str) -> None:
+    """Errors: InvalidRequestError where the tokenizer could not read it."""
+    if not is_text(text):
+        position = next(i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
+        raise InvalidRequestError(
+            f"{field} holds {text[position]!r} at character {position}, half of a surrogate pair; it must be "
+            "text that UTF-8 can carry: send whole characters",
+            field=field,
+        )
 
 
 def require_candidates(

@@ -5,6 +5,19 @@ A message names the value, the rule, the legal values and the fix.
 
 from typing import ClassVar
 
+MAX_SHOWN = 200
+"""Characters of a value in a message: the rule behind it must be read too, and travel in a gRPC status."""
+
+
+def shown(value: object) -> str:
+    """The value as messages quote it: its repr, with the middle left out of a long one."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        return f"a {type(value).__name__} too large to show"
+    half = MAX_SHOWN // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
+
 
 class LatentrayError(Exception):
     """Base of every error that this project raises on purpose."""

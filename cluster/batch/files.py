@@ -36,12 +36,12 @@ def count_rows(path: str) -> int | None:
 
 
 @contextmanager
-def open_output(path: str) -> Iterator[Callable[[str], None]]:
+def open_output(path: str, *, input_path: str = STANDARD) -> Iterator[Callable[[str], None]]:
     """A function that writes a line at once.
 
     A file appears under its own name only when it is whole: until then its rows, in the order of the
-    input, are in PATH.partial, which stays after an interruption.
-    Errors: ConfigError when it cannot be written.
+    input, are in PATH.partial, which stays after an interruption unless it is empty.
+    Errors: ConfigError when it cannot be written, or is the input, which the answers would replace.
     """
     if path == STANDARD:
 
@@ -52,8 +52,15 @@ def open_output(path: str) -> Iterator[Callable[[str], None]]:
         yield write_standard
         return
     partial = Path(f"{path}.partial")
+    if input_path != STANDARD and any(
+        os.path.realpath(input_path) == os.path.realpath(p) for p in (path, partial)
+    ):
+        raise ConfigError(
+            f"--output {path} would overwrite --input {input_path} (rows go to {partial.name} first); "
+            "pass another file"
+        )
     try:
-        if Path(path).is_dir():
+        if Path(path).is_dir():  # "" is the current one
             raise IsADirectoryError(0, "it is a directory")
         stream = partial.open("w", encoding="utf-8")
     except OSError as error:
@@ -66,7 +73,12 @@ def open_output(path: str) -> Iterator[Callable[[str], None]]:
             stream.write(line + "\n")
             stream.flush()
 
-        yield write
+        try:
+            yield write
+        except BaseException:
+            if stream.tell() == 0:
+                partial.unlink()
+            raise
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(path)

@@ -4,12 +4,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from actors.sampling_params import is_text
 from cluster.errors import outcome
 from cluster.frontend import ModelFrontend
 from cluster.openai.answers import answer_body, error_body
 from cluster.openai.bodies import ENDPOINTS, ChatBody, CompletionsBody, check_model, parse_body
 from cluster.outputs import RequestOutput
-from kernels_integration.errors import InvalidRequestError, LatentrayError
+from kernels_integration.errors import InvalidRequestError, LatentrayError, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,11 @@ def parse_row(line: str | bytes, frontend: ModelFrontend, *, line_number: int) -
         custom_id = _field(row, "custom_id", str)
         method = row.get("method", "POST")
         if method != "POST":
-            raise InvalidRequestError(f"method is {method!r}; it must be POST", field="method")
+            raise InvalidRequestError(f"method is {shown(method)}; it must be POST", field="method")
         url = _field(row, "url", str)
         if url not in ENDPOINTS:
             raise InvalidRequestError(
-                f"url is {url!r}; it must be one of {', '.join(ENDPOINTS)}", field="url"
+                f"url is {shown(url)}; it must be one of {', '.join(ENDPOINTS)}", field="url"
             )
         body = parse_body(url, _field(row, "body", dict))
         check_model(body, frontend)
@@ -94,6 +95,7 @@ def _field(row: dict[str, Any], name: str, kind: type) -> Any:
     word = "text" if kind is str else "an object"
     if name not in row:
         raise InvalidRequestError(f"{name} is missing; it must be {word}", field=name)
-    if not isinstance(row[name], kind) or not row[name]:
-        raise InvalidRequestError(f"{name} is {row[name]!r}; it must be {word}, not empty", field=name)
-    return row[name]
+    value = row[name]
+    if not isinstance(value, kind) or not value or (kind is str and not is_text(value)):
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be {word}, not empty", field=name)
+    return value

@@ -3,6 +3,7 @@
 import re
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MAX_SIZE = 2**63
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
 
 
@@ -14,10 +15,10 @@ def parse_size(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("not a size")
     match = _SIZE.fullmatch(str(value))
-    size = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if size < 1:
+    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    if not 1 <= round(min(size, _MAX_SIZE)) < _MAX_SIZE:
         raise ValueError("not a size")
-    return size
+    return round(size)
 
 
 def format_size(num_bytes: int) -> str:

@@ -123,6 +123,14 @@ BAD_ROWS: list[tuple[str | bytes, str | None, str]] = [
     (row("a", prompt="x", best_of=3), "a", "parameter best_of is 3, which is not supported"),
     (row("a", prompt="x", top_p=7), "a", "top_p is 7; it must be a number above 0"),
     (row("a", prompt="word " * 99), "a", "max_model_len 64"),
+    (row("a\ud800"), None, "custom_id is 'a\\ud800'; it must be text"),
+    (row("a", prompt="x\ud800"), "a", "prompt holds '\\ud800' at character 1"),
+    (row("a", CHAT, messages=[{"role": "user", "content": "\udfff"}]), "a", "messages holds '\\udfff'"),
+    (row("a", prompt="x", stop="\ud800"), "a", "stop is ('\\ud800',)"),
+    (row("a", prompt="x", bad_words=["\ud800"]), "a", "bad_words is ('\\ud800',)"),
+    (row("a", prompt="x", top_k=10**30), "a", "top_k is 1000000000000000000000000000000; it must be"),
+    (row("a", prompt="x", max_tokens=2**63), "a", "max_tokens is 9223372036854775808; it must be"),
+    (row("a", prompt="x", stop=[f"s{i}" for i in range(100_000)]), "a", "at most 16 non-empty strings"),
 ]
 
 
@@ -189,6 +197,16 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
     assert partial.read_text() == "new\n"
 
 
+def test_a_batch_that_ends_before_its_first_answer_leaves_no_file(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with open_output(str(tmp_path / "o.jsonl")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_paths_that_do_not_work_are_named(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"--input .*none\.jsonl cannot be read"),
@@ -198,6 +216,23 @@ def test_paths_that_do_not_work_are_named(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "o.jsonl", tmp_path):
         with pytest.raises(ConfigError, match=r"--output .* cannot be written"), open_output(str(path)):
             pass
+
+
+def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
+    rows, link = tmp_path / "i.jsonl", tmp_path / "link.jsonl"
+    rows.write_text("row\n")
+    link.symlink_to(rows)
+    partial = tmp_path / "o.jsonl.partial"
+    partial.write_text("row\n")
+    for source, target in ((rows, rows), (rows, link), (link, rows), (partial, tmp_path / "o.jsonl")):
+        with (
+            pytest.raises(ConfigError, match="would overwrite --input"),
+            open_output(str(target), input_path=str(source)),
+        ):
+            pass
+    assert rows.read_text() == partial.read_text() == "row\n"
+    with open_output(str(tmp_path / "o2.jsonl"), input_path=str(rows)) as write:
+        write("answer")
 
 
 def test_rows_are_counted_for_the_progress_bar(tmp_path: Path) -> None:

@@ -148,6 +148,14 @@ def test_sizes(text: str | int, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.2", "-1", "1e9", "9" * 400, "8388608T", "M", "1X", 1.5, True, None]
+)
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
 def test_sizes_are_shown_in_their_unit() -> None:
     assert [format_size(n) for n in (5, 2**10, 3 * 2**29, 2**50)] == [
         "5 B",
