@@ -7,10 +7,15 @@ Logits are Gaussian with deviation 4: over 6144 tokens an entropy of 3.2 nats an
 import argparse
 import statistics
 import time
+from dataclasses import replace
 
+import numpy as np
 import torch
 
+from actors.messages import Admission, SamplingSpec
+from actors.shard.slot_rules import SlotRules
 from kernels_integration.collectives import SoloCollectives
+from kernels_integration.logit_rules import LogitRules
 from kernels_integration.sampling import SamplingRows, sample
 
 KINDS: dict[str, dict[str, float]] = {
@@ -21,7 +26,11 @@ KINDS: dict[str, dict[str, float]] = {
     "top-k 50": {"top_k": 50},
     "min-p 0.05": {"min_p": 0.05},
     "greedy + 5 logprobs": {"temperature": 0.0, "num_logprobs": 5},
+    "greedy + penalties": {"temperature": 0.0, "penalty": 0.5},
+    "temperature 1 + penalties": {"penalty": 0.5},
 }
+HISTORY = 500
+"""Tokens of each penalised request."""
 
 
 def make_rows(
@@ -32,6 +41,7 @@ def make_rows(
     top_p: float = 1.0,
     min_p: float = 0.0,
     num_logprobs: float = -1,
+    rules: LogitRules | None = None,
 ) -> SamplingRows:
     return SamplingRows(
         temperature=torch.full((num_rows,), temperature),
@@ -40,8 +50,30 @@ def make_rows(
         min_p=torch.full((num_rows,), min_p),
         seed=torch.arange(num_rows) * 7919 + 2**40,
         position=torch.arange(num_rows) + 100,
+        rules=rules,
         num_logprobs=int(num_logprobs),
     )
+
+
+def make_slot_rules(num_slots: int, vocab_size: int, penalty: float) -> SlotRules:
+    rules = SlotRules(vocab_start=0, slice_size=vocab_size)
+    sampling = SamplingSpec(
+        presence_penalty=penalty, frequency_penalty=penalty, repetition_penalty=1 + penalty
+    )
+    for slot in range(num_slots):
+        history = np.random.default_rng(slot).integers(0, vocab_size, HISTORY).astype(np.int32)
+        rules.admit(
+            Admission(
+                slot=slot,
+                admission=1,
+                limit=2 * HISTORY,
+                prompt_len=HISTORY // 2,
+                seed=0,
+                sampling=sampling,
+                history=history,
+            )
+        )
+    return rules
 
 
 def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
@@ -49,13 +81,21 @@ def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     return torch.randn(num_rows, vocab_size, generator=generator).mul_(4)
 
 
-def median_us(logits: torch.Tensor, rows: SamplingRows, seconds: float) -> float:
+def median_us(
+    num_rows: int, vocab_size: int, seconds: float, *, penalty: float = 0, **options: float
+) -> float:
+    """Gathering a penalised batch's rules is part of its time."""
     comm = SoloCollectives()
+    logits = make_logits(num_rows, vocab_size)
+    slots, positions = np.arange(num_rows), np.full(num_rows, HISTORY)
+    slot_rules = make_slot_rules(num_rows if penalty else 0, vocab_size, penalty)
+    rows = make_rows(num_rows, **options)  # type: ignore[arg-type]
     times = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 10:
         start = time.perf_counter()
-        sample(logits, 0, rows, comm)
+        rules = slot_rules.gather(slots, positions, None)
+        sample(logits, 0, rows if rules is None else replace(rows, rules=rules), comm)
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
 
@@ -68,13 +108,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"us per call, vocabulary {args.vocab_size}, float32, one thread")
-    print(f"{'rows':24}" + "".join(f"{num_rows:>10}" for num_rows in args.rows))
+    print(f"{'rows':26}" + "".join(f"{num_rows:>10}" for num_rows in args.rows))
     for name, options in KINDS.items():
         cells = []
         for num_rows in args.rows:
-            logits = make_logits(num_rows, args.vocab_size)
-            cells.append(median_us(logits, make_rows(num_rows, **options), args.seconds))
-        print(f"{name:24}" + "".join(f"{cell:10.0f}" for cell in cells), flush=True)
+            cells.append(median_us(num_rows, args.vocab_size, args.seconds, **options))
+        print(f"{name:26}" + "".join(f"{cell:10.0f}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":
