@@ -51,7 +51,6 @@ _DEEPSEEK: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_
 _GLM: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-    "indexer_rope_interleave": True,
     "rope_interleave": True,
 }
 _BASES = {
