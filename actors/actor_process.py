@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,10 @@ class ActorProcess:
     def ping(self) -> int:
         """The process id."""
         return os.getpid()
+
+    def clock_ns(self) -> int:
+        """The monotonic clock, which spans are recorded by; the processes of a node share it."""
+        return time.monotonic_ns()
 
     def memory(self) -> int:
         """Resident set size in bytes (where /proc is missing: its peak)."""

@@ -11,6 +11,7 @@ from actors.coordinator.coordinator import Coordinator
 from actors.coordinator_loop import CoordinatorLoop
 from actors.model_location import to_local
 from actors.transport import request_channel, step_channel
+from kernels_integration.spans import Span, Spans
 
 
 @ray.remote(concurrency_groups={"control": 2, "watch": 1}, max_restarts=0)
@@ -19,6 +20,7 @@ class CoordinatorActor(ActorProcess):
 
     def __init__(self) -> None:
         self._loop: CoordinatorLoop | None = None
+        self._spans = Spans(is_on=False)
 
     def open(self, config: GroupConfig, host: str, epoch: int) -> tuple[str, str]:
         """Listen on free ports of `host`; the addresses for shards and for front ends."""
@@ -27,7 +29,9 @@ class CoordinatorActor(ActorProcess):
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
         shards = step_channel.CoordinatorEnd(config.tensor_parallel_size, bind=f"tcp://{host}:*", epoch=epoch)
         clients = request_channel.CoordinatorEnd(bind=f"tcp://{host}:*")
-        self._loop = CoordinatorLoop(Coordinator(config, tokenizer=tokenizer), shards, clients)
+        self._spans = Spans(is_on=config.trace)
+        coordinator = Coordinator(config, tokenizer=tokenizer, spans=self._spans)
+        self._loop = CoordinatorLoop(coordinator, shards, clients, spans=self._spans)
         return shards.address, clients.address
 
     def run(self) -> None:
@@ -41,6 +45,10 @@ class CoordinatorActor(ActorProcess):
     def shard_lost(self, rank: int, text: str) -> None:
         """The supervisor saw a shard's process end."""
         self._opened.shard_lost(rank, text)
+
+    def take_spans(self) -> list[Span]:
+        """Where the time went since the last call; empty unless the group is traced."""
+        return self._spans.take()
 
     def num_ready_shards(self) -> int:
         return self._opened.num_ready_shards

@@ -25,6 +25,7 @@ from actors.transport import request_channel, step_channel
 from actors.transport.request_channel import Abort, ClientId, Goodbye, GroupBeat, Submit
 from actors.transport.step_channel import ShardFailure
 from kernels_integration.errors import DuplicateRequestError, LatentrayError, UnavailableError
+from kernels_integration.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +66,14 @@ class CoordinatorLoop:
         *,
         tick_s: float = TICK_S,
         clock: Callable[[], float] = time.monotonic,
+        spans: Spans | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._shards = shards
         self._clients = clients
         self._tick_s = tick_s
         self._clock = clock
+        self._spans = spans or Spans(is_on=False)
         self._owners: dict[str, ClientId] = {}
         """Front end of each live request."""
         self._steps_in_flight: set[int] = set()
@@ -126,7 +129,8 @@ class CoordinatorLoop:
 
     def _turn(self) -> None:
         wait_s = max(0.0, self._next_tick_s - self._clock())
-        ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
+        with self._spans("idle"):
+            ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         if self._wake_reader.fileno() in ready:
             self._take_commands()
         if self._shards.socket in ready:
@@ -134,7 +138,8 @@ class CoordinatorLoop:
         if self._clients.socket in ready:
             self._take_requests()
         self._schedule()
-        self._send_updates()
+        with self._spans("updates"):
+            self._send_updates()
         if self._clock() >= self._next_tick_s or self._is_healthy != self._was_healthy:
             self._tick()
 
@@ -190,7 +195,8 @@ class CoordinatorLoop:
             return
         while self._coordinator.has_work and (step := self._coordinator.schedule()) is not None:
             self._steps_in_flight.add(step.step)
-            self._shards.send(step)
+            with self._spans("send", step.step):
+                self._shards.send(step)
 
     def _send_updates(self) -> None:
         if self._failure is not None:

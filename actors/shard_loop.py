@@ -66,7 +66,7 @@ class ShardLoop:
         assert self._shard is not None, "load before run"
         with self._telling_coordinator():
             while (step := self._end.receive()) is not None:
-                with self._spans("step"):
+                with self._spans("step", step.step):
                     self._shard.execute(step, self._report)
         self.close()
 

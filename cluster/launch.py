@@ -25,6 +25,7 @@ from cluster import placement
 from cluster.kv_report import describe_kv_cache
 from cluster.load_report import describe_load
 from cluster.ray_session import RaySession
+from cluster.trace import clock_offset_ns, on_one_clock
 from kernels_integration.errors import CollectiveError, LatentrayError, UnavailableError
 
 if TYPE_CHECKING:
@@ -94,11 +95,12 @@ class GroupHandle:
         """Resident bytes of each actor that lives."""
         return self._group.ask_all("memory")
 
-    def take_spans(self) -> "list[list[Span]]":
-        """Of each shard: where its time went since the last call. Empty unless config.trace."""
-        shards = self._group.members[1:]
-        spans: list[list[Span]] = ray.get([shard.ask("take_spans") for shard in shards])
-        return spans
+    def take_trace(self) -> "dict[str, list[Span]]":
+        """By actor: where its time went since the last call, on this process's monotonic clock.
+
+        Actors that died are left out. Empty lists unless config.trace.
+        """
+        return self._group.take_trace()
 
     def process_ids(self) -> dict[str, int]:
         """The process of each actor that lives, on its node."""
@@ -134,6 +136,10 @@ class _Member:
     def ask(self, method: str, *arguments: object, group: str = "control") -> Any:
         """Call a method while `run` runs."""
         return getattr(self.actor, method).options(concurrency_group=group).remote(*arguments)
+
+    def clock_ns(self) -> int:
+        now_ns: int = ray.get(self.ask("clock_ns"), timeout=5)
+        return now_ns
 
 
 class _Group:
@@ -231,6 +237,21 @@ class _Group:
             except ray.exceptions.RayError:
                 continue  # the actor is dead or its node is gone
         return answers
+
+    def take_trace(self) -> "dict[str, list[Span]]":
+        here = ray.get_runtime_context().get_node_id()
+        offsets_ns = {here: 0}
+        trace = {}
+        for member in self.members:
+            node_id = member.node.node_id
+            try:
+                if node_id not in offsets_ns:
+                    offsets_ns[node_id] = clock_offset_ns(member.clock_ns)
+                spans = ray.get(member.ask("take_spans"), timeout=30)
+            except ray.exceptions.RayError:
+                continue  # the actor is dead or its node is gone
+            trace[member.name] = on_one_clock(spans, offsets_ns[node_id])
+        return trace
 
     def stop(self) -> None:
         with self._stop_lock:

@@ -51,6 +51,7 @@ class LLM:
             executor=executor,
             tokenizer=self.frontend.tokenizer.backend,
             address=args.address,
+            trace_file=args.trace,
             progress=progress,
         )
 

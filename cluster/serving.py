@@ -9,6 +9,7 @@ from typing import Any, Self
 from actors.config import GroupConfig
 from cluster.config import ServeArgs
 from cluster.launch import GroupHandle, launch_group
+from cluster.trace import TraceFile
 from kernels_integration.errors import LatentrayError, UnavailableError
 
 # isort: split
@@ -26,20 +27,35 @@ _STOP_MARGIN_S = 10.0
 class RunningServer:
     """Clients reach it at `address` (host:port). Stopped by `stop` or by leaving `with`."""
 
-    def __init__(self, group: GroupHandle, gateway: Any, address: str, config: GroupConfig) -> None:
+    def __init__(
+        self,
+        group: GroupHandle,
+        gateway: Any,
+        address: str,
+        config: GroupConfig,
+        trace_file: TraceFile | None,
+        metrics_port: int | None,
+    ) -> None:
         self.group = group
         self.address = address
         self.config = config
+        self.metrics_port = metrics_port
+        """Of Prometheus metrics; None: not served."""
         self._gateway = gateway
+        self._trace_file = trace_file
 
     def stop(self, drain_s: float = 30.0) -> None:
         """Refuse new requests, let live ones end for at most drain_s, stop the group. May be called twice."""
         gateway, self._gateway = self._gateway, None
+        trace_file, self._trace_file = self._trace_file, None
         try:
             if gateway is not None:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.get(gateway.stop.remote(drain_s), timeout=drain_s + _STOP_MARGIN_S)
                 ray.kill(gateway)
+            if trace_file is not None:
+                trace_file.add(self.group.take_trace())
+                trace_file.write()
         finally:
             self.group.stop()
 
@@ -62,7 +78,10 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     Errors: ConfigError, CheckpointError, ClusterTooSmallError, UnavailableError. Nothing is left behind.
     """
     config = args.resolve()
+    if args.metrics_port:
+        require_free(args.host, args.metrics_port)
     require_free(args.host, args.port)  # told in the first second, not after the model has loaded
+    trace_file = None if args.trace is None else TraceFile(args.trace)
     group = launch_group(config, address=args.address, progress=progress)
     try:
         actor: Any = GatewayActor  # Ray's decorator is untyped
@@ -70,12 +89,15 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
             scheduling_strategy=NodeAffinitySchedulingStrategy(  # --host and --port are of this machine
                 ray.get_runtime_context().get_node_id(), soft=False
             )
-        ).remote(config, group.request_address, args.host, args.port, args.max_message_size)
+        ).remote(
+            config, group.request_address, args.host, args.port, args.max_message_size, args.metrics_port
+        )
         address = _started(gateway, progress)
     except BaseException:
         group.stop()
         raise
-    return RunningServer(group, gateway, address, config)
+    metrics_port = None if args.metrics_port is None else ray.get(gateway.metrics_port.remote())
+    return RunningServer(group, gateway, address, config, trace_file, metrics_port)
 
 
 def _started(gateway: Any, progress: Callable[[str], None]) -> str:

@@ -9,6 +9,7 @@ from cluster.bench.workload import Workload, text_workload
 from cluster.config import EngineArgs
 from cluster.engines.ray_engine import RayEngine
 from cluster.frontend import ModelFrontend
+from cluster.trace import TraceFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +63,33 @@ def run_bench(
         peer = Reference(config.model_path, config.dtype)
         measurements += [peer.measure(workload, batch_size) for batch_size in batch_sizes]
         del peer
+    trace_file = None if args.trace is None else TraceFile(args.trace)
     for num_drafts in drafts:
-        changes = {"num_speculative_tokens": num_drafts, "speculative_config": None}
-        measured = _measure_group(args.model_copy(update=changes), workload, batch_sizes, progress)
+        changes = {
+            "num_speculative_tokens": num_drafts,
+            "speculative_config": None,
+            "dynamic_speculative_decoding": False,
+            "num_speculative_tokens_per_batch_size": None,
+        }
+        changed = args.model_copy(update=changes)
+        measured = _measure_group(changed, workload, batch_sizes, trace_file, progress)
         measurements += measured[0]
         breakdowns += measured[1]
+    if trace_file is not None:
+        trace_file.write()
     measurements.sort(key=lambda m: m.batch_size)
     return BenchResult(measurements=tuple(measurements), breakdowns=tuple(breakdowns))
 
 
 def _measure_group(
-    args: EngineArgs, workload: Workload, batch_sizes: Sequence[int], progress: Callable[[str], None]
+    args: EngineArgs,
+    workload: Workload,
+    batch_sizes: Sequence[int],
+    trace_file: TraceFile | None,
+    progress: Callable[[str], None],
 ) -> tuple[list[Measurement], list[Breakdown]]:
     """Throughput of an untraced group, then the parts of a step of a traced one."""
-    config = args.resolve()
+    config = replace(args.resolve(), trace=False)
     measurements, breakdowns = [], []
     engine = RayEngine(config, address=args.address, progress=progress)
     try:
@@ -91,9 +105,12 @@ def _measure_group(
         measure_engine(engine, short, max(batch_sizes), config.num_speculative_tokens)
         for batch_size in batch_sizes:
             before = engine.stats()
-            engine.take_spans()
+            engine.take_trace()
             measure_engine(engine, workload, batch_size, config.num_speculative_tokens)
-            parts = step_breakdown(engine.take_spans()[0], before, engine.stats())
+            trace = engine.take_trace()
+            if trace_file is not None:
+                trace_file.add(trace, f"{config.num_speculative_tokens} drafts, batch {batch_size}:")
+            parts = step_breakdown(trace["shard 0"], before, engine.stats())
             breakdowns.append(
                 Breakdown(
                     batch_size=batch_size,

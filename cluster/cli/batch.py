@@ -56,6 +56,7 @@ def batch(
                 executor=executor,
                 tokenizer=frontend.tokenizer.backend,
                 address=settings.args.address,
+                trace_file=settings.args.trace,
                 progress=progress,
             )
         with closing(engine), progress_bar("Rows", count_rows(input_file)) as bar:

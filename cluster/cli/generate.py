@@ -180,6 +180,7 @@ def _generate_here(
             executor=executor,
             tokenizer=frontend.tokenizer.backend,
             address=settings.args.address,
+            trace_file=settings.args.trace,
             progress=progress,
         )
     with closing(engine):

@@ -45,6 +45,8 @@ def serve(
             f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context; "
             f"{describe_kv_cache(config)}; started in {progress.elapsed_s:.1f} s)"
         )
+        if server.metrics_port is not None:
+            typer.echo(f"latentray: metrics at http://{settings.args.host}:{server.metrics_port}/metrics")
         sys.stdout.flush()
         stop = _stop_on_signals()
         is_told = False

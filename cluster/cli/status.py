@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import time
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from actors.stats import GroupStats
+from cluster.cli.group_figures import figures
 from cluster.cli.tables import print_table
 from cluster.errors import EXIT_UNAVAILABLE
 
@@ -20,26 +24,61 @@ ServerFlag = Annotated[
 def status(
     server: ServerFlag = "127.0.0.1:50051",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            "--watch",
+            metavar="SECONDS",
+            min=0.1,
+            help="Go on, and tell every so often of the time since then. Ctrl-C ends it.",
+        ),
+    ] = None,
 ) -> None:
     """Ask a running server for its health, model and load. Exit code 4 when it cannot serve."""
     from cluster.client import Client
 
     with Client(server, timeout_s=5.0) as client:
         health = client.health()
+        loads = client.loads()
         answer: dict[str, Any] = {
             "server": server,
             "health": dataclasses.asdict(health),
             "model": dataclasses.asdict(client.model_info()),
             "engine": dataclasses.asdict(client.server_info()),
-            "groups": [dataclasses.asdict(load) for load in client.loads()],
+            "groups": [msgspec.to_builtins(load) for load in loads],
         }
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        typer.echo(f"{server}: {'serving' if health.healthy else 'not serving: ' + health.message}")
-        for part in ("model", "engine"):
-            print_table((part, ""), sorted(answer[part].items()))
-        for number, load in enumerate(answer["groups"]):
-            print_table((f"group {number}", ""), list(load.items()))
+        if as_json:
+            typer.echo(json.dumps(answer, indent=None if watch else 2))
+        else:
+            typer.echo(f"{server}: {_health_text(health.healthy, health.message)}")
+            for part in ("model", "engine"):
+                print_table((part, ""), sorted(answer[part].items()))
+            for number, (load, shown) in enumerate(zip(loads, answer["groups"], strict=True)):
+                rows = [(name, value) for name, value in shown.items() if name != "stats"]
+                print_table((f"group {number}", ""), rows + (figures(load.stats) if load.stats else []))
+        if watch is not None:
+            _watch(client, watch, [load.stats for load in loads], as_json=as_json)
     if not health.healthy:
         raise typer.Exit(EXIT_UNAVAILABLE)
+
+
+def _watch(client: Any, seconds: float, before: list[GroupStats | None], *, as_json: bool) -> None:
+    """One block, or one JSON line, each time."""
+    while True:
+        time.sleep(seconds)
+        health, loads = client.health(), client.loads()
+        if as_json:
+            groups = [msgspec.to_builtins(load) for load in loads]
+            typer.echo(json.dumps({"health": dataclasses.asdict(health), "groups": groups}))
+        else:
+            told = _health_text(health.healthy, health.message)
+            typer.echo(f"\n{time.strftime('%H:%M:%S')} {told}; the last {seconds:g} s:")
+            for number, load in enumerate(loads):
+                rows = [("tokens/s", f"{load.tokens_per_s:.0f}")]
+                rows += figures(load.stats, before[number]) if load.stats else []
+                print_table((f"group {number}", ""), rows)
+        before = [load.stats for load in loads]
+
+
+def _health_text(healthy: bool, message: str) -> str:
+    return "serving" if healthy else f"not serving: {message}"

@@ -95,8 +95,13 @@ class AsyncClient:
 
     async def loads(self) -> tuple[Load, ...]:
         """One per group behind the server."""
-        message = await self._call(self._stub.GetLoads, pb.GetLoadsRequest())
-        return tuple(Load.from_message(load) for load in message.loads)
+        call = self._stub.GetLoads(pb.GetLoadsRequest(), timeout=self._timeout_s)
+        try:
+            message = await call
+        except grpc.RpcError as error:
+            raise wire.to_error(error, self.target) from None
+        stats = wire.stats_of(await call.initial_metadata())
+        return tuple(Load.from_message(load, stats) for load in message.loads)
 
     async def tokenizer(self) -> Tokenizer:
         """The server's tokenizer; `.backend` is the `tokenizers.Tokenizer`. Fetched once."""

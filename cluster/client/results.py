@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.requests import FinishReason, TokenLogprob
+from actors.stats import GroupStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +136,11 @@ class Load:
     """Tokens of KV cache in use, of max_tokens."""
     max_tokens: int
     tokens_per_s: float
+    stats: GroupStats | None = None
+    """All its figures; None from another server, and before the group's first heartbeat."""
 
     @classmethod
-    def from_message(cls, message: Any) -> "Load":
+    def from_message(cls, message: Any, stats: GroupStats | None = None) -> "Load":
         return cls(
             running=message.num_running_reqs,
             waiting=message.num_waiting_reqs,
@@ -145,4 +148,5 @@ class Load:
             used_tokens=message.num_used_tokens,
             max_tokens=message.max_total_num_tokens,
             tokens_per_s=message.gen_throughput,
+            stats=stats,
         )

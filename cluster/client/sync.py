@@ -98,8 +98,9 @@ class Client:
 
     def loads(self) -> tuple[Load, ...]:
         """One per group behind the server."""
-        message = self._call(self._stub.GetLoads, pb.GetLoadsRequest())
-        return tuple(Load.from_message(load) for load in message.loads)
+        message, call = self._call(self._stub.GetLoads.with_call, pb.GetLoadsRequest())
+        stats = wire.stats_of(call.initial_metadata())
+        return tuple(Load.from_message(load, stats) for load in message.loads)
 
     def tokenizer(self) -> Tokenizer:
         """The server's tokenizer; `.backend` is the `tokenizers.Tokenizer`. Fetched once."""

@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.sampling_params import SamplingParams
+from actors.stats import GroupStats
 from cluster.errors import from_code
 from kernels_integration.errors import (
     AbortedError,
@@ -23,6 +24,8 @@ from kernels_integration.errors import (
 
 SEED_KEY = "latentray-seed"
 """Initial metadata of Generate: the effective seed."""
+STATS_KEY = "latentray-stats"
+"""Initial metadata of GetLoads."""
 KV_BYTES_KEY = "latentray-kv-bytes-per-token"
 """Initial metadata of GetServerInfo."""
 CHANNEL_OPTIONS = (
@@ -113,6 +116,12 @@ def seed_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
 def kv_bytes_per_token_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
     """Of a server's KV cache, if it says it."""
     return _whole_number_of(metadata, KV_BYTES_KEY)
+
+
+def stats_of(metadata: Iterable[tuple[str, str | bytes]]) -> GroupStats | None:
+    """Of a server's group, if it says them; figures that this client does not know are left out."""
+    found = (value for key, value in metadata if key == STATS_KEY)
+    return next((msgspec.json.decode(value, type=GroupStats) for value in found), None)
 
 
 def _whole_number_of(metadata: Iterable[tuple[str, str | bytes]], name: str) -> int | None:

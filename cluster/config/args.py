@@ -3,13 +3,14 @@
 A field's description is its help text; its `Setting` holds what pydantic has no place for.
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cluster.config.sizes import parse_size
 
@@ -59,6 +60,23 @@ def _parse_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
+def _ascending(table: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    """vLLM's rules: ranges in any order, not overlapping, the first from 1; gaps take the row before."""
+    rows = tuple(sorted(table))
+    if any(first > last for first, last, _ in rows) or not rows or rows[0][0] != 1:
+        raise ValueError("not ranges from 1")
+    if any(row[1] >= following[0] for row, following in itertools.pairwise(rows)):
+        raise ValueError("overlapping ranges")
+    return rows
+
+
+DraftTable = Annotated[tuple[tuple[Count, Count, NumDrafts], ...], AfterValidator(_ascending)]
+_DRAFT_TABLE_RULE = (
+    "JSON rows of first and last number of requests and drafts, such as [[1,8,3],[9,64,1],[65,512,0]]: "
+    "from 1, not overlapping"
+)
+
+
 class SpeculativeConfig(BaseModel):
     """The value of --speculative-config, vLLM's spelling of --num-speculative-tokens."""
 
@@ -66,6 +84,7 @@ class SpeculativeConfig(BaseModel):
 
     method: Literal["mtp"] = "mtp"
     num_speculative_tokens: NumDrafts
+    num_speculative_tokens_per_batch_size: DraftTable | None = None
 
 
 class EngineArgs(BaseModel):
@@ -200,6 +219,21 @@ class EngineArgs(BaseModel):
         Setting(rule="coupled or standard", group="Speculation", metavar="{coupled,standard}"),
     ] = "coupled"
 
+    dynamic_speculative_decoding: Annotated[
+        bool,
+        Field(description="Draft as many tokens as measurably pay, of at most --num-speculative-tokens."),
+        Setting(rule="true or false", group="Speculation"),
+    ] = False
+    num_speculative_tokens_per_batch_size: Annotated[
+        DraftTable | None,
+        BeforeValidator(_parse_json),
+        Field(
+            description="Drafts by the number of running requests, as rows [first, last, drafts], instead of "
+            "by measurement."
+        ),
+        Setting(rule=_DRAFT_TABLE_RULE, group="Speculation", metavar="JSON", shown_default="none"),
+    ] = None
+
     max_num_seqs: Annotated[
         Count,
         Field(description="Requests that run at the same time, at most."),
@@ -284,6 +318,16 @@ class EngineArgs(BaseModel):
         Setting(rule="auto or torch", group="KV cache", metavar="{auto,torch}"),
     ] = "auto"
 
+    trace: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="File that a trace of all steps is written to at the end, for Perfetto "
+            "or chrome://tracing.",
+        ),
+        Setting(rule="a file that can be written", group="Observation", metavar="FILE", shown_default="none"),
+    ] = None
+
     address: Annotated[
         str | None,
         Field(min_length=1, description="Running Ray cluster to join."),
@@ -301,6 +345,9 @@ class EngineArgs(BaseModel):
         config = self.speculative_config
         if config is not None and self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", config.num_speculative_tokens)
+        if config is not None and self.num_speculative_tokens_per_batch_size is None:
+            table = config.num_speculative_tokens_per_batch_size
+            object.__setattr__(self, "num_speculative_tokens_per_batch_size", table)
         return self
 
     def resolve(self) -> "GroupConfig":
@@ -326,6 +373,11 @@ class ServeArgs(EngineArgs):
         Field(description="Port of the gRPC server; 0 takes a free one."),
         Setting(rule="a whole number from 0 to 65535", group="Server", metavar="PORT"),
     ] = 50051
+    metrics_port: Annotated[
+        Port | None,
+        Field(description="Port of Prometheus metrics over HTTP, at /metrics; 0 takes a free one."),
+        Setting(rule="a whole number from 0 to 65535", group="Server", metavar="PORT", shown_default="none"),
+    ] = None
     max_message_size: Annotated[
         Size,
         Field(description="Bytes of one gRPC message, at most, in both directions."),

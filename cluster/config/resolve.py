@@ -48,6 +48,8 @@ def resolve(args: EngineArgs) -> GroupConfig:
         cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
         enable_expert_parallel=args.enable_expert_parallel,
         num_speculative_tokens=num_speculative_tokens,
+        dynamic_speculative_decoding=args.dynamic_speculative_decoding,
+        num_speculative_tokens_per_batch_size=_draft_table(args, num_speculative_tokens),
         num_mtp_modules=max(model.num_drafting_layers(num_speculative_tokens), 1),
         max_model_len=_max_model_len(args, model, num_kv_blocks, bytes_per_block),
         max_num_seqs=args.max_num_seqs,
@@ -69,6 +71,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         max_logprobs=args.max_logprobs,
         rejection_sampling=args.rejection_sampling,
         seed=args.seed,
+        trace=args.trace is not None,
     )
 
 
@@ -172,6 +175,17 @@ def _long_prefill_token_threshold(args: EngineArgs) -> int:
     if args.long_prefill_token_threshold is None:
         return max(args.max_num_batched_tokens // 2, 1)
     return args.long_prefill_token_threshold
+
+
+def _draft_table(args: EngineArgs, ceiling: int) -> tuple[tuple[int, int, int], ...]:
+    table = args.num_speculative_tokens_per_batch_size or ()
+    for first, last, k in table:
+        if k > ceiling:
+            raise ConfigError(
+                f"num-speculative-tokens-per-batch-size gives {first} to {last} requests {k} drafts; "
+                f"num-speculative-tokens allows {ceiling}; lower the row, or raise num-speculative-tokens"
+            )
+    return table
 
 
 def _num_kv_blocks(args: EngineArgs, bytes_per_block: int) -> int:

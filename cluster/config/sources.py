@@ -172,9 +172,10 @@ def _with_one_speculative_spelling(layer: _Layer) -> _Layer:
         return layer
     field, value = "speculative_config", layer.values["speculative_config"]
     try:
-        number = EngineArgs(speculative_config=value).num_speculative_tokens
+        parsed = EngineArgs(speculative_config=value)
     except ValidationError as error:
         raise _illegal(EngineArgs, layer, field, value) from error
+    number, table = parsed.num_speculative_tokens, parsed.num_speculative_tokens_per_batch_size
     other = layer.values.get("num_speculative_tokens", number)
     if str(other) != str(number):
         raise ConfigError(
@@ -182,9 +183,12 @@ def _with_one_speculative_spelling(layer: _Layer) -> _Layer:
             f"{other}; they are one setting: pass one of them"
         )
     values = {name: value for name, value in layer.values.items() if name != field}
+    replacing: dict[str, Any] = {"num_speculative_tokens": number}
+    if table is not None:
+        replacing["num_speculative_tokens_per_batch_size"] = table
     return _Layer(
-        values=values | {"num_speculative_tokens": number},
-        names=dict(layer.names) | {"num_speculative_tokens": layer.names[field]},
+        values=values | replacing,
+        names=dict(layer.names) | dict.fromkeys(replacing, layer.names[field]),
         origin=layer.origin,
     )
 

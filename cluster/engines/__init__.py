@@ -8,7 +8,9 @@ import tokenizers
 from actors.config import GroupConfig
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
+from cluster.trace import TraceFile
 from kernels_integration.errors import ConfigError
+from kernels_integration.spans import Span
 
 Executor = Literal["ray", "inline"]
 Progress = Callable[[str], None]
@@ -31,6 +33,10 @@ class Engine(Protocol):
 
     def stats(self) -> GroupStats: ...
 
+    def take_trace(self) -> dict[str, list[Span]]:
+        """By actor: where time went since the last call; empty lists unless config.trace."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -41,11 +47,20 @@ def start_engine(
     tokenizer: tokenizers.Tokenizer,
     address: str | None = None,
     progress: Progress | None = None,
+    trace_file: str | None = None,
 ) -> Engine:
     """Start a group: inside this process, or on Ray (joined at `address`, or started and stopped here).
 
+    trace_file: written when the engine is closed, if config.trace.
     Errors: ConfigError for another executor; CheckpointError; ClusterTooSmallError, UnavailableError.
     """
+    if trace_file is not None:
+        from cluster.engines.traced import TracedEngine
+
+        return TracedEngine(
+            TraceFile(trace_file),
+            start_engine(config, executor=executor, tokenizer=tokenizer, address=address, progress=progress),
+        )
     if executor == "inline":
         from cluster.engines.inline import InlineEngine
 

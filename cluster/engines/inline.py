@@ -8,6 +8,7 @@ from actors.config import GroupConfig
 from actors.inline_group import InlineGroup
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
+from kernels_integration.spans import Span
 
 
 class InlineEngine:
@@ -30,6 +31,9 @@ class InlineEngine:
 
     def stats(self) -> GroupStats:
         return self._group.stats()
+
+    def take_trace(self) -> dict[str, list[Span]]:
+        return self._group.take_trace()
 
     def close(self) -> None:
         self._group.close()

@@ -56,9 +56,8 @@ class RayEngine:
         asked = current_stats(self._handle.request_address)
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
-    def take_spans(self) -> list[list[Span]]:
-        """Of each shard: where its time went since the last call; empty unless config.trace."""
-        return self._handle.take_spans()
+    def take_trace(self) -> dict[str, list[Span]]:
+        return self._handle.take_trace()
 
     def close(self) -> None:
         try:

@@ -15,13 +15,20 @@ class GatewayActor:
     """One gateway process on the node where Ray puts it. It imports no torch."""
 
     def __init__(
-        self, config: GroupConfig, request_address: str, host: str, port: int, max_message_bytes: int
+        self,
+        config: GroupConfig,
+        request_address: str,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+        metrics_port: int | None = None,
     ) -> None:
         self._config = config
         self._request_address = request_address
         self._host = host
         self._port = port
         self._max_message_bytes = max_message_bytes
+        self._metrics_port = metrics_port
         self._group: GroupClient | None = None
         self._server: GatewayServer | None = None
 
@@ -38,9 +45,14 @@ class GatewayActor:
             host=self._host,
             port=self._port,
             max_message_bytes=self._max_message_bytes,
+            metrics_port=self._metrics_port,
         )
         await self._server.start()
         return self._server.address
+
+    async def metrics_port(self) -> int | None:
+        """Where Prometheus metrics are served; None: nowhere."""
+        return self._server.metrics_port if self._server is not None else None
 
     async def stop(self, drain_s: float = 30.0) -> None:
         """Drain and close; see GatewayServer.stop."""

@@ -74,6 +74,7 @@ class Loads:
         load.num_total_reqs = stats.running + stats.waiting
         load.num_used_tokens = stats.num_used_blocks * self._config.tokens_per_block
         load.token_usage = stats.num_used_blocks / self._config.num_kv_blocks
+        load.cache_hit_rate = stats.cache_hit_rate
         load.utilization = stats.running / self._config.max_num_seqs
         load.gen_throughput = self.tokens_per_second()
         load.num_waiting_uncached_tokens = self._live.num_waiting_prompt_tokens(stats.waiting)

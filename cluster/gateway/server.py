@@ -33,6 +33,7 @@ class GatewayServer:
         host: str = "127.0.0.1",
         port: int = 50051,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        metrics_port: int | None = None,
     ) -> None:
         self._host = host
         self.port = port
@@ -46,6 +47,8 @@ class GatewayServer:
             max_message_bytes=max_message_bytes,
         )
         self._max_message_bytes = max_message_bytes
+        self.metrics_port = metrics_port
+        """Of Prometheus metrics; 0 until start() has taken a free one; None: not served."""
         self._server: aio.Server | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
@@ -67,6 +70,8 @@ class GatewayServer:
             self.port = server.add_insecure_port(self.address)
         except RuntimeError as error:
             raise _cannot_listen(self._host, self.port, str(error)) from error
+        if self.metrics_port is not None:
+            self.metrics_port = self._servicer.metrics.serve(self._host, self.metrics_port)
         await server.start()
         self._server = server
         self._sampling = asyncio.create_task(self._servicer.loads.sample_group())

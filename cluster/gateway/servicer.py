@@ -29,6 +29,7 @@ from cluster.gateway.health import GroupHealth
 from cluster.gateway.hold_back import HoldBack
 from cluster.gateway.live_requests import LiveRequest, LiveRequests
 from cluster.gateway.loads import Loads
+from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.options import require_message_fits
 from cluster.gateway.statuses import errors_as_status
 from cluster.gateway.tokenizer_bundle import TokenizerBundle
@@ -50,6 +51,8 @@ PARAMETERS_KEY = "latentray-sampling-params"
 effective numbers and switches among the sampling parameters, as JSON."""
 KV_BYTES_KEY = "latentray-kv-bytes-per-token"
 """Initial metadata of GetServerInfo, whose message has no field for it."""
+STATS_KEY = "latentray-stats"
+"""Initial metadata of GetLoads: the group's GroupStats as JSON; the message has no fields for them."""
 _LONG_TEXT = 8192
 """Characters; a few milliseconds of tokenising."""
 
@@ -72,6 +75,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self._health = health
         self._max_message_bytes = max_message_bytes
         self.live = LiveRequests()
+        self.metrics = GatewayMetrics(group, config.served_model_name)
         self.loads = Loads(group, self.live, config)
         self._model_info = server_facts.model_info(config, frontend)
         self._kv_bytes_per_token = group_kv_bytes_per_token(config)
@@ -104,8 +108,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         async def answer(index: int) -> None:
             part = parts[index]
             answer = Answer(part, index=index, stream=message.stream, hold_back=self._hold_back(part))
+            timer = self.metrics.request()
             async with aclosing(self._group.generate(part)) as updates:
                 async for update in updates:
+                    timer.took(update)
                     live.answered = True
                     for response in answer.messages(update):
                         async with writing:
@@ -185,6 +191,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 raise InvalidRequestError(
                     f"dp_rank is {request.dp_rank}; this server has one group, with rank 0", field="dp_rank"
                 )
+            if self._group.stats is not None:
+                stats = msgspec.json.encode(self._group.stats).decode()
+                await context.send_initial_metadata(((STATS_KEY, stats),))
             return self.loads.response()
 
     async def GetTokenizer(  # noqa: N802
