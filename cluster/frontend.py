@@ -11,13 +11,16 @@ from msgspec.structs import replace
 from actors.config import GroupConfig
 from actors.model.config import ModelConfig
 from actors.requests import Request
-from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams
+from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams, is_text
 from cluster.generation_config import default_sampling_params, eos_token_ids
 from cluster.token_checks import bad_word_ids, require_candidates, require_text
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.json_files import read_json_object
 from cluster.tokenizer.messages import checked_messages
 from kernels_integration.errors import InvalidRequestError, shown
+
+MAX_CACHE_SALT = 1024
+"""Characters."""
 
 
 class ModelFrontend:
@@ -27,6 +30,7 @@ class ModelFrontend:
     --generation-config vllm. They apply where a front leaves a parameter open: OpenAI bodies, LLM without
     sampling_params, the command line. The gRPC wire has presence rules of its own.
     max_logprobs: alternatives a request may ask for beside each token; -1: any number.
+    scheduling_policy: under fcfs nobody may ask for a priority, which would do nothing.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class ModelFrontend:
         eos_token_ids: tuple[int, ...],
         default_sampling_params: Mapping[str, float | int],
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
         seed: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -48,6 +53,7 @@ class ModelFrontend:
         self.eos_token_ids = eos_token_ids
         self.default_sampling_params = dict(default_sampling_params)
         self.max_logprobs = vocab_size if max_logprobs == ALL_LOGPROBS else max_logprobs
+        self.scheduling_policy = scheduling_policy
         self._draw_seed: Callable[[int], int] = (
             secrets.randbits if seed is None else random.Random(seed).getrandbits
         )
@@ -60,6 +66,7 @@ class ModelFrontend:
         served_model_name: str,
         max_model_len: int,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
         seed: int | None = None,
         tokenizer_mode: TokenizerMode = "auto",
         chat_template: str | Path | None = None,
@@ -87,6 +94,7 @@ class ModelFrontend:
                 default_sampling_params(generation) if generation_config == "auto" else {}
             ),
             max_logprobs=max_logprobs,
+            scheduling_policy=scheduling_policy,
             seed=seed,
         )
 
@@ -98,6 +106,7 @@ class ModelFrontend:
             served_model_name=config.served_model_name,
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
+            scheduling_policy=config.scheduling_policy,
             seed=config.seed,
             tokenizer_mode=config.tokenizer_mode,
             chat_template=config.chat_template,
@@ -110,17 +119,27 @@ class ModelFrontend:
         return SamplingParams(**defaults)
 
     def build_request(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Request:
         """A request that the coordinator can trust, with its effective seed and parameters.
 
         With n > 1 it stands for `cluster.choices.choices(request)`, which are what the coordinator gets.
         prompt: text, which gets the tokenizer's special tokens, or token ids, taken as they are.
+        priority: lower is served first; only under --scheduling-policy priority. cache_salt: cached prefixes
+        are shared with requests of the same salt alone.
         Errors: InvalidRequestError naming field, value, limit.
         """
         params = self.sampling_defaults() if params is None else params
         token_ids = self.encode_prompt(prompt)
         params = self._effective(params)
+        self._check_priority(priority)
+        _check_cache_salt(cache_salt)
         bad_words = bad_word_ids(params.bad_words, self.tokenizer)
         require_candidates(
             params, bad_words=bad_words, eos_token_ids=self.eos_token_ids, vocab_size=self.vocab_size
@@ -132,6 +151,8 @@ class ModelFrontend:
             params=params,
             seed=seed,
             eos_token_ids=self.eos_token_ids,
+            cache_salt=cache_salt,
+            priority=priority,
             bad_words=bad_words,
         )
 
@@ -206,6 +227,21 @@ class ModelFrontend:
                 )
         return replace(params, **counts)
 
+    def _check_priority(self, priority: object) -> None:
+        legal = isinstance(priority, int) and not isinstance(priority, bool)
+        if not legal or not -(2**63) <= priority < 2**63:  # type: ignore[operator]
+            raise InvalidRequestError(
+                f"priority is {shown(priority)}; it must be a whole number of 64 bits; lower ones are served "
+                "first",
+                field="priority",
+            )
+        if priority and self.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                f"priority is {priority}, which {self.scheduling_policy} scheduling does not look at; "
+                "leave it out, or serve with --scheduling-policy priority",
+                field="priority",
+            )
+
     def _check_token_id(self, token_id: object, field: str) -> None:
         legal = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not legal or not 0 <= token_id < self.vocab_size:  # type: ignore[operator]
@@ -214,3 +250,11 @@ class ModelFrontend:
                 f"from 0 to {self.vocab_size - 1}",
                 field=field,
             )
+
+
+def _check_cache_salt(salt: object) -> None:
+    if salt is not None and (not is_text(salt) or not 0 < len(salt) <= MAX_CACHE_SALT):  # type: ignore[arg-type]
+        raise InvalidRequestError(
+            f"cache_salt is {shown(salt)}; it must be a text of 1 to {MAX_CACHE_SALT} characters, or None",
+            field="cache_salt",
+        )

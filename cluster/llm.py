@@ -19,7 +19,7 @@ from cluster.progress import progress_bar
 from kernels_integration.errors import InvalidRequestError
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, both also with "cache_salt"."""
 Message: TypeAlias = Mapping[str, Any]
 
 
@@ -66,17 +66,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One output for each prompt, in order.
 
         A list of ids is one prompt, a list of texts or of lists many. Without sampling_params the
-        checkpoint's defaults apply; one is for all prompts, a list is one for each. use_tqdm: show
-        progress, at a terminal.
+        checkpoint's defaults apply; one is for all prompts, a list is one for each. priority: one for each;
+        lower is served first, under scheduling_policy="priority". use_tqdm: show progress, at a terminal.
         Errors: InvalidRequestError naming the prompt's index, before anything runs.
         """
         batch = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
-        return self._run(batch, self._params_of(sampling_params, len(batch)), use_tqdm=use_tqdm)
+        if priority is not None and len(priority) != len(batch):
+            raise InvalidRequestError(
+                f"{len(priority)} priorities for {len(batch)} prompts; pass one for each", field="priority"
+            )
+        params = self._params_of(sampling_params, len(batch))
+        return self._run(batch, params, priority or [0] * len(batch), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -110,7 +116,8 @@ class LLM:
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"conversation {index}: {error}", field=error.field) from error
-        return self._run(prompts, self._params_of(sampling_params, len(prompts)), use_tqdm=use_tqdm)
+        params = self._params_of(sampling_params, len(prompts))
+        return self._run(prompts, params, [0] * len(prompts), use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What applies where no sampling parameters are given: the checkpoint's generation_config.json."""
@@ -156,9 +163,15 @@ class LLM:
         return list(given)
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, use_tqdm: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        *,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
-        builders = [self._builder(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+        each = zip(prompts, params, priorities, strict=True)
+        builders = [self._builder(index, *one) for index, one in enumerate(each)]
         of_request = {part.request_id: builder for builder in builders for part in builder.requests}
         live = set(of_request)
         engine = self.engine
@@ -187,10 +200,13 @@ class LLM:
                 engine.abort(live)
         return [builder.output() for builder in builders]
 
-    def _builder(self, index: int, prompt: Prompt, params: SamplingParams) -> OutputBuilder:
+    def _builder(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> OutputBuilder:
         try:
             content = _prompt_content(prompt)
-            request = self.frontend.build_request(next(self._request_ids), content, params)
+            salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+            request = self.frontend.build_request(
+                next(self._request_ids), content, params, priority=priority, cache_salt=salt
+            )
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {index}: {error}", field=error.field) from error
         return OutputBuilder(request, self.frontend, prompt=content if isinstance(content, str) else None)

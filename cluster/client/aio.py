@@ -39,6 +39,8 @@ class AsyncClient:
         stream: Literal[True] = True,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         **changes: Any,
     ) -> AsyncGenerator[Piece, None]: ...
 
@@ -51,6 +53,8 @@ class AsyncClient:
         stream: Literal[False],
         request_id: str | None = None,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         **changes: Any,
     ) -> Coroutine[None, None, Completion]: ...
 
@@ -62,6 +66,8 @@ class AsyncClient:
         stream: bool = True,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         **changes: Any,
     ) -> AsyncGenerator[Piece, None] | Coroutine[None, None, Completion]:
         """As `Client.generate`: iterate over pieces, or await the whole with stream=False.
@@ -70,9 +76,10 @@ class AsyncClient:
         """
         params = wire.merged_params(params, changes)
         request = wire.generate_request(request_id, prompt, params, stream=stream)
+        metadata = wire.generate_metadata(priority, cache_salt)
         if stream:
-            return self._pieces(request, params, timeout_s)
-        return self._completion(request, params, timeout_s)
+            return self._pieces(request, params, timeout_s, metadata)
+        return self._completion(request, params, timeout_s, metadata)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End requests: their streams raise AbortedError. Unknown ids are no error."""
@@ -128,10 +135,14 @@ class AsyncClient:
         await self.close()
 
     async def _pieces(
-        self, request: pb.GenerateRequest, params: SamplingParams, timeout_s: float | None
+        self,
+        request: pb.GenerateRequest,
+        params: SamplingParams,
+        timeout_s: float | None,
+        metadata: wire.Metadata,
     ) -> AsyncGenerator[Piece, None]:
         reader = await self._reader(params)
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             async for response in self._checked(call):
                 yield reader.piece(response, wire.seed_of(await call.initial_metadata()))
@@ -139,10 +150,14 @@ class AsyncClient:
             call.cancel()
 
     async def _completion(
-        self, request: pb.GenerateRequest, params: SamplingParams, timeout_s: float | None
+        self,
+        request: pb.GenerateRequest,
+        params: SamplingParams,
+        timeout_s: float | None,
+        metadata: wire.Metadata,
     ) -> Completion:
         reader = await self._reader(params)
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             responses = [response async for response in self._checked(call)]
         finally:

@@ -45,6 +45,8 @@ class Client:
         stream: Literal[True] = True,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         **changes: Any,
     ) -> Iterator[Piece]: ...
 
@@ -57,6 +59,8 @@ class Client:
         stream: Literal[False],
         request_id: str | None = None,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         **changes: Any,
     ) -> Completion: ...
 
@@ -68,18 +72,23 @@ class Client:
         stream: bool = True,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         **changes: Any,
     ) -> Iterator[Piece] | Completion:
         """Answer a prompt (text, or token ids taken as they are), as pieces or whole.
 
-        `changes` are sampling parameters by keyword. request_id: for `abort`; drawn when None.
+        `changes` are sampling parameters by keyword. request_id: for `abort`; drawn when None. priority: who
+        is lower is served first, under --scheduling-policy priority. cache_salt: cached prefixes are shared
+        with requests of the same salt alone.
         Leaving the iteration early ends the request on the server.
         """
         params = wire.merged_params(params, changes)
         request = wire.generate_request(request_id, prompt, params, stream=stream)
+        metadata = wire.generate_metadata(priority, cache_salt)
         if stream:
-            return self._pieces(request, params, timeout_s)
-        return self._completion(request, params, timeout_s)
+            return self._pieces(request, params, timeout_s, metadata)
+        return self._completion(request, params, timeout_s, metadata)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests: their streams raise AbortedError. Unknown ids are no error."""
@@ -126,10 +135,14 @@ class Client:
         self.close()
 
     def _pieces(
-        self, request: pb.GenerateRequest, params: SamplingParams, timeout_s: float | None
+        self,
+        request: pb.GenerateRequest,
+        params: SamplingParams,
+        timeout_s: float | None,
+        metadata: wire.Metadata,
     ) -> Iterator[Piece]:
         reader = self._reader(params)
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             for response in self._checked(call):
                 yield reader.piece(response, wire.seed_of(call.initial_metadata()))
@@ -137,10 +150,14 @@ class Client:
             call.cancel()
 
     def _completion(
-        self, request: pb.GenerateRequest, params: SamplingParams, timeout_s: float | None
+        self,
+        request: pb.GenerateRequest,
+        params: SamplingParams,
+        timeout_s: float | None,
+        metadata: wire.Metadata,
     ) -> Completion:
         reader = self._reader(params)
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             responses = list(self._checked(call))
         finally:

@@ -2,14 +2,14 @@
 
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import msgspec
 from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from actors.sampling_params import SamplingParams
+from actors.sampling_params import SamplingParams, is_text
 from actors.stats import GroupStats
 from cluster.errors import from_code
 from kernels_integration.errors import (
@@ -22,6 +22,9 @@ from kernels_integration.errors import (
     UnavailableError,
 )
 
+PRIORITY_KEY = "latentray-priority"
+CACHE_SALT_KEY = "latentray-cache-salt-bin"
+"""Metadata that a Generate call brings."""
 SEED_KEY = "latentray-seed"
 """Initial metadata of Generate: the effective seed."""
 STATS_KEY = "latentray-stats"
@@ -33,6 +36,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 )
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 _INT32 = range(-(2**31), 2**31)
 _BY_STATUS: dict[grpc.StatusCode, type[LatentrayError]] = {
     grpc.StatusCode.CANCELLED: AbortedError,
@@ -106,6 +110,18 @@ def _to_message(params: SamplingParams) -> pb.SamplingParams:
         logprobs=params.logprobs,
         seed=params.seed,
     )
+
+
+def generate_metadata(priority: int, cache_salt: str | None) -> Metadata:
+    """What a request states outside its message. Errors: InvalidRequestError for what cannot travel."""
+    metadata: list[tuple[str, str | bytes]] = [(PRIORITY_KEY, str(priority))] if priority else []
+    if cache_salt is not None:
+        if not is_text(cache_salt):
+            raise InvalidRequestError(
+                f"cache_salt is {cache_salt!r:.200}; it must be text", field="cache_salt"
+            )
+        metadata.append((CACHE_SALT_KEY, cache_salt.encode()))
+    return tuple(metadata)
 
 
 def seed_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:

@@ -5,7 +5,7 @@ descriptor), so no parameter is ever ignored in silence. Serving one more means:
 fill it in `sampling_params`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,10 @@ UNSERVED_INPUTS: tuple[Unserved, ...] = (
         lambda request: not request.HasField("data_parallel_rank") or request.data_parallel_rank == 0,
     ),
 )
+PRIORITY_KEY = "latentray-priority"
+CACHE_SALT_KEY = "latentray-cache-salt-bin"
+"""Metadata of a Generate call, which the message has no fields for: a whole number, and UTF-8 text."""
+
 SERVED_INPUTS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream"})
 
 
@@ -137,6 +141,28 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         skip_special_tokens=message.skip_special_tokens,
     )
+
+
+def priority_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    """0 unless the call states one. Errors: InvalidRequestError."""
+    value = next((value for key, value in metadata if key == PRIORITY_KEY), "0")
+    try:
+        return int(value)
+    except ValueError:
+        raise InvalidRequestError(
+            f"metadata {PRIORITY_KEY} is {_shown(value)}; it must be a whole number", field="priority"
+        ) from None
+
+
+def cache_salt_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """None unless the call states one. Errors: InvalidRequestError."""
+    value = next((value for key, value in metadata if key == CACHE_SALT_KEY), None)
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        raise InvalidRequestError(
+            f"metadata {CACHE_SALT_KEY} is {_shown(value)}; it must be UTF-8", field="cache_salt"
+        ) from None
 
 
 def _refuse_unserved(message: Any, table: Sequence[Unserved]) -> None:

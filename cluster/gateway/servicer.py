@@ -8,8 +8,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
+from functools import partial
 
 import grpc
 import msgspec
@@ -99,7 +100,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self, request_id: str, message: pb.GenerateRequest, live: LiveRequest, context: aio.ServicerContext
     ) -> None:
         """Runs as a task that is cancelled with the call: by the client, its deadline, Abort or the drain."""
-        request = await self._validated(request_id, message)
+        request = await self._validated(request_id, message, context.invocation_metadata() or ())
         live.num_prompt_tokens = len(request.prompt_token_ids)
         await context.send_initial_metadata(_metadata(request))
         parts = choices(request)
@@ -127,16 +128,26 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def _validated(self, request_id: str, message: pb.GenerateRequest) -> Request:
+    async def _validated(
+        self, request_id: str, message: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]]
+    ) -> Request:
         require_message_fits(
             "the request", message.ByteSize(), self._max_message_bytes, "send a shorter prompt"
         )
         params = parameters.sampling_params(message.sampling_params)
         prompt = parameters.prompt(message)
+        build = partial(
+            self._frontend.build_request,
+            request_id,
+            prompt,
+            params,
+            priority=parameters.priority_of(metadata),
+            cache_salt=parameters.cache_salt_of(metadata),
+        )
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             # The other streams must not wait for it; `tokenizers` runs without the interpreter's lock.
-            return await asyncio.to_thread(self._frontend.build_request, request_id, prompt, params)
-        return self._frontend.build_request(request_id, prompt, params)
+            return await asyncio.to_thread(build)
+        return build()
 
     def _hold_back(self, request: Request) -> HoldBack | None:
         params = request.params

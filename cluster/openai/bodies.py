@@ -70,6 +70,8 @@ class _SamplingBody(BaseModel):
     include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
+    priority: Any = None
+    cache_salt: Any = None
 
     def sampling_params(
         self, frontend: ModelFrontend, *, default_max_tokens: int | None, **more: Any
@@ -79,6 +81,14 @@ class _SamplingBody(BaseModel):
         given = {name: getattr(self, name, None) for name in names if name != "logprobs"} | more
         values: dict[str, Any] = {"max_tokens": default_max_tokens} | frontend.default_sampling_params
         return SamplingParams(**values | {name: v for name, v in given.items() if v is not None})
+
+    def build_request(
+        self, request_id: str, frontend: ModelFrontend, prompt: str | Sequence[int], params: SamplingParams
+    ) -> Request:
+        priority = 0 if self.priority is None else self.priority
+        return frontend.build_request(
+            request_id, prompt, params, priority=priority, cache_salt=self.cache_salt
+        )
 
 
 class ChatBody(_SamplingBody):
@@ -110,7 +120,7 @@ class ChatBody(_SamplingBody):
             max_tokens=limit,
             logprobs=(0 if self.top_logprobs is None else self.top_logprobs) if self.logprobs else None,
         )
-        return frontend.build_request(request_id, prompt, params)
+        return self.build_request(request_id, frontend, prompt, params)
 
 
 class CompletionsBody(_SamplingBody):
@@ -122,7 +132,7 @@ class CompletionsBody(_SamplingBody):
     def to_request(self, request_id: str, frontend: ModelFrontend) -> Request:
         """Errors: InvalidRequestError."""
         params = self.sampling_params(frontend, default_max_tokens=16, logprobs=self.logprobs)
-        return frontend.build_request(request_id, self._one_prompt(), params)
+        return self.build_request(request_id, frontend, self._one_prompt(), params)
 
     def _one_prompt(self) -> str | Sequence[int]:
         """A list of one text or of one list of ids means its only member."""

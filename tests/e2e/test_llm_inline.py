@@ -73,6 +73,28 @@ def test_outputs_come_in_the_order_of_prompts_each_with_its_own_parameters(llm: 
         assert output.outputs[0].finish_reason == "length"
 
 
+def test_priorities_and_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = list(range(100, 148))
+    with LLM(executor="inline", scheduling_policy="priority", **SMALL | {"max_num_seqs": 1}) as llm:
+        finished: list[str] = []
+        updates = llm.engine.updates
+
+        def watched() -> Any:
+            found = updates()
+            finished.extend(u.request_id for u in found if getattr(u, "finish_reason", None))
+            return found
+
+        monkeypatch.setattr(llm.engine, "updates", watched)
+        few = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        outputs = llm.generate([[n] for n in (5, 6, 7, 8)], few, priority=[2, 0, -1, 2])
+        assert finished == [outputs[i].request_id for i in (2, 1, 0, 3)]
+        prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "a", "b", None)]
+        cached = [llm.generate(prompt, few)[0].num_cached_tokens for prompt in prompts]
+        assert cached[0] == cached[2] == cached[3] == 0 < cached[1]
+        with pytest.raises(InvalidRequestError, match="2 priorities for 1 prompts"):
+            llm.generate([[5]], few, priority=[1, 2])
+
+
 def test_nothing_runs_when_one_prompt_is_bad(llm: LLM) -> None:
     steps = llm.stats().num_steps
     with pytest.raises(InvalidRequestError, match=r"prompt 2: prompt holds 6144; token ids of tiny-dsa"):

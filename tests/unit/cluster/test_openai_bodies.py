@@ -50,6 +50,37 @@ def test_parameters_arrive(frontend: ModelFrontend) -> None:
     assert not params.skip_special_tokens
 
 
+def test_priority_and_salt_arrive() -> None:
+    frontend = ModelFrontend.from_pretrained(
+        BUNDLED_CHECKPOINT, served_model_name="tiny-dsa", max_model_len=64, scheduling_policy="priority"
+    )
+    for url, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "Hi"})):
+        request = parse_body(url, body | {"priority": -3, "cache_salt": "a"}).to_request("r", frontend)
+        assert (request.priority, request.cache_salt) == (-3, "a")
+        plain = parse_body(url, body).to_request("r", frontend)
+        assert (plain.priority, plain.cache_salt) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("priority", 1, "--scheduling-policy priority"),
+        ("priority", 1.5, "whole number"),
+        ("priority", True, "whole number"),
+        ("priority", 2**63, "64 bits"),
+        ("cache_salt", "", "1 to 1024 characters"),
+        ("cache_salt", "a" * 1025, "1 to 1024 characters"),
+        ("cache_salt", "\ud800", "text"),
+        ("cache_salt", 5, "text"),
+    ],
+)
+def test_bad_priorities_and_salts_are_refused(frontend: ModelFrontend, field, value, rule) -> None:
+    body = parse_body(CHAT, {"messages": MESSAGES, field: value})
+    with pytest.raises(InvalidRequestError, match=rule) as caught:
+        body.to_request("r", frontend)
+    assert caught.value.field == field
+
+
 def test_defaults_are_the_checkpoints_and_openais(frontend: ModelFrontend) -> None:
     chat = parse_body(CHAT, {"messages": MESSAGES}).to_request("r", frontend).params
     assert (chat.temperature, chat.top_p, chat.max_tokens, chat.logprobs) == (0.7, 0.9, None, None)
