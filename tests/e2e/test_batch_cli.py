@@ -25,7 +25,7 @@ def test_rows_are_answered_and_bad_ones_explained(tmp_path: Path) -> None:
         chat("france", "What is the capital of France?"),
         "{broken",
         completion("king", prompt="The king", temperature=0.9, seed=3, max_tokens=12),
-        chat("bad", "x", frequency_penalty=1),
+        chat("bad", "x", frequency_penalty=3),
         completion("again", prompt="The king", temperature=0.9, seed=3, max_tokens=12),
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
