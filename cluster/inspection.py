@@ -17,7 +17,6 @@ from actors.model.model import measure_shard
 from actors.model.quantization import DEFAULT_BLOCK_SIZE
 from actors.model.safetensors_file import TensorInfo
 from actors.model.tensors import (
-    layer_prefix,
     main_tensor_shapes,
     mtp_tensor_shapes,
     parameter_counts,
@@ -25,7 +24,7 @@ from actors.model.tensors import (
     repeated_tensors,
 )
 from actors.model.weights import WeightReader
-from cluster.config.resolve import DEFAULT_SPECULATIVE_TOKENS, kv_bytes_per_token
+from cluster.config.resolve import count_mtp_modules, default_speculative_tokens, kv_bytes_per_token
 from cluster.config.sizes import format_size
 from cluster.frontend import ModelFrontend
 from cluster.load_report import describe_load
@@ -71,7 +70,7 @@ class FileFacts:
     """Bytes of each dtype."""
     has_stacked_experts: bool
     num_mtp_modules: int
-    """Whose weights are there."""
+    """Whose weights are there, from the first on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,7 @@ def inspect_checkpoint(
     if not path.is_dir():
         return found
     with Checkpoint(path, config.weight_block_size if config else DEFAULT_BLOCK_SIZE) as checkpoint:
-        num_mtp_modules = _count_mtp_modules(config, checkpoint) if config else 0
+        num_mtp_modules = count_mtp_modules(config, checkpoint) if config else 0
         found.files = _file_facts(checkpoint, num_mtp_modules)
         found.notes += checkpoint.notes
         if config is None:
@@ -136,12 +135,12 @@ def inspect_checkpoint(
             return found
         found.model = _model_facts(config)
         if num_mtp_modules < config.num_mtp_layers:
+            drafts = "" if default_speculative_tokens(config, num_mtp_modules) else ": served without drafts"
             found.notes.append(
                 f"config.json announces {config.num_mtp_layers} MTP modules, the weights hold "
-                f"{num_mtp_modules}: served without drafts"
+                f"{num_mtp_modules}{drafts}"
             )
-            num_mtp_modules = 0
-        num_mtp_modules = min(num_mtp_modules, config.num_drafting_layers(DEFAULT_SPECULATIVE_TOKENS))
+        num_mtp_modules = config.num_drafting_layers(default_speculative_tokens(config, num_mtp_modules))
         required = main_tensor_shapes(config) | mtp_tensor_shapes(config, num_mtp_modules)
         optional = repeated_tensor_shapes(config) | mtp_tensor_shapes(config)
         tensor_problems = checkpoint.find_problems(required, optional)
@@ -188,13 +187,6 @@ def _check_tokenizer(path: Path, config: ModelConfig | None, found: Inspection) 
             ModelFrontend.from_pretrained(path, served_model_name=path.name, max_model_len=1)
     except LatentrayError as error:
         found.problems.append(str(error))
-
-
-def _count_mtp_modules(config: ModelConfig, checkpoint: Checkpoint) -> int:
-    """Modules of which any weight is there."""
-    first = config.num_hidden_layers
-    prefixes = [layer_prefix(first + module) for module in range(config.num_mtp_layers)]
-    return sum(any(name.startswith(prefix) for name in checkpoint) for prefix in prefixes)
 
 
 def _model_facts(config: ModelConfig) -> ModelFacts:

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.model.config_fields import FieldReader
+from actors.model.config_fields import MAX_LENGTH, FieldReader
 from actors.model.quantization import read_block_size
 from actors.model.rope_config import YarnScaling, read_rope
 from kernels_integration.errors import CheckpointError, ConfigError
 from kernels_integration.kv_layout import KVLayout, default_indexer_kv_dtype
+
+_MAX_EXPERTS = 2**20
+"""Of all layers: every one is named in lists, and releases have 25,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,7 @@ class ModelConfig:
             raise CheckpointError(
                 f"{directory} has no config.json; pass a directory that holds config.json and *.safetensors"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read as JSON: {error}") from None
         if not isinstance(raw, dict):
             raise CheckpointError(f"{file} holds a {type(raw).__name__}; it must hold one JSON object")
@@ -176,12 +179,12 @@ class ModelConfig:
             )
         family, read = FAMILIES[model_type], FieldReader(raw)
         _refuse_unsupported(read)
-        num_hidden_layers = read.integer("num_hidden_layers")
-        max_position_embeddings = read.integer("max_position_embeddings")
+        num_hidden_layers = read.integer("num_hidden_layers", maximum=2**16)
+        max_position_embeddings = read.integer("max_position_embeddings", maximum=MAX_LENGTH)
         rope_theta, rope_scaling = read_rope(read, max_position_embeddings)
         config = cls(
             model_type=model_type,
-            vocab_size=read.integer("vocab_size"),
+            vocab_size=read.integer("vocab_size", maximum=2**24),
             hidden_size=read.integer("hidden_size"),
             num_hidden_layers=num_hidden_layers,
             num_nextn_predict_layers=read.num_mtp_layers(),
@@ -190,7 +193,7 @@ class ModelConfig:
             tie_word_embeddings=read.boolean("tie_word_embeddings", default=False),
             torch_dtype=read.dtype(),
             weight_block_size=read_block_size(raw, read.problems),
-            num_attention_heads=read.integer("num_attention_heads"),
+            num_attention_heads=read.integer("num_attention_heads", maximum=2**16),
             q_lora_rank=None if _has_no_query_latent(raw, family) else read.integer("q_lora_rank"),
             kv_lora_rank=read.integer("kv_lora_rank"),
             qk_nope_head_dim=read.integer("qk_nope_head_dim"),
@@ -199,13 +202,13 @@ class ModelConfig:
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             rope_interleave=read.boolean("rope_interleave", default=True),
-            index_n_heads=read.integer("index_n_heads") if family.has_indexer else 0,
+            index_n_heads=read.integer("index_n_heads", maximum=2**16) if family.has_indexer else 0,
             index_head_dim=read.integer("index_head_dim") if family.has_indexer else 0,
-            index_topk=read.integer("index_topk") if family.has_indexer else 0,
+            index_topk=read.integer("index_topk", maximum=MAX_LENGTH) if family.has_indexer else 0,
             indexer_rope_interleave=family.has_indexer
             and read.boolean("indexer_rope_interleave", default=family.indexer_rope_interleave),
             indexer_types=read.indexer_types(num_hidden_layers) if family.has_indexer else (),
-            first_k_dense_replace=read.first_k_dense_replace(),
+            first_k_dense_replace=read.first_k_dense_replace(num_hidden_layers),
             intermediate_size=read.integer("intermediate_size"),
             moe_intermediate_size=read.integer("moe_intermediate_size"),
             n_routed_experts=read.integer("n_routed_experts"),
@@ -254,6 +257,12 @@ class ModelConfig:
             found.append(
                 f"first_k_dense_replace {self.first_k_dense_replace} must be at most num_hidden_layers "
                 f"{self.num_hidden_layers}"
+            )
+        num_experts = (self.num_hidden_layers + self.num_mtp_layers) * self.n_routed_experts
+        if num_experts > _MAX_EXPERTS:
+            found.append(
+                f"n_routed_experts {self.n_routed_experts} in so many layers are {num_experts} experts; "
+                f"at most {_MAX_EXPERTS} are supported"
             )
         if self.n_routed_experts % self.n_group:
             found.append(f"n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts}")

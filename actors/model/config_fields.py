@@ -1,11 +1,23 @@
 """Typed access to the fields of config.json; collects what is wrong instead of stopping at the first."""
 
-import math
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 """Legal values of config.json's torch_dtype."""
+
+MAX_LENGTH = 2**31 - 1
+"""Of a sequence: positions are counted in int32 by plans."""
+_MAX_SIZE = 2**20
+"""Of what has no limit of its own: many times what is released, and no product overflows."""
+
+
+def is_finite_number(value: object) -> TypeGuard[int | float]:
+    """Whether a JSON value is a number that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
 
 
 class FieldReader:
@@ -22,9 +34,9 @@ class FieldReader:
         self.problems.append(f"{name} is {value!r}; it must be {want}")
 
     def integer(
-        self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int | None = None
+        self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int = _MAX_SIZE
     ) -> int:
-        want = f"an integer >= {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
+        want = f"an integer >= {minimum}"
         value = self.raw.get(name)
         if value is None:
             if default is None:
@@ -32,21 +44,24 @@ class FieldReader:
                 return minimum
             return default
         legal = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-        if not legal or (maximum is not None and value > maximum):
+        if not legal:
             self._ill_typed(name, value, want)
+            return minimum
+        if value > maximum:
+            self.problems.append(f"{name} {value} must be at most {maximum}")
             return minimum
         return int(value)
 
-    def number(self, name: str, *, value: object = None) -> float:
-        """A finite number > 0, taken from `value` where the field is nested."""
+    def number(self, name: str, *, value: object = None, above: int = 0) -> float:
+        """A finite number > `above`, taken from `value` where the field is nested."""
         value = self.raw.get(name) if value is None else value
         if value is None:
-            self._missing(name, "a number > 0")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            self._ill_typed(name, value, "a number > 0")
+            self._missing(name, f"a number > {above}")
+        elif not is_finite_number(value) or value <= above:
+            self._ill_typed(name, value, f"a number > {above}")
         else:
             return float(value)
-        return 1.0
+        return above + 1.0
 
     def boolean(self, name: str, *, default: bool | None = None) -> bool:
         value = self.raw.get(name)
@@ -68,7 +83,7 @@ class FieldReader:
             self._ill_typed(name, value, "one of " + ", ".join(DTYPES))
         return str(value)
 
-    def first_k_dense_replace(self) -> int:
+    def first_k_dense_replace(self, num_layers: int) -> int:
         """From `first_k_dense_replace`, or from `mlp_layer_types` ("dense"..., then "sparse"...)."""
         types = self.raw.get("mlp_layer_types")
         if types is None:
@@ -76,6 +91,10 @@ class FieldReader:
         dense = types.count("dense") if isinstance(types, list) else 0
         if not isinstance(types, list) or types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
             self._ill_typed("mlp_layer_types", types, 'a list of "dense" followed by "sparse"')
+        elif len(types) != num_layers:
+            self.problems.append(
+                f"mlp_layer_types has {len(types)} entries; it must have one for each of {num_layers} layers"
+            )
         given = self.raw.get("first_k_dense_replace")
         if given is not None and given != dense:
             self._ill_typed("first_k_dense_replace", given, f"{dense}, as mlp_layer_types says")
@@ -85,7 +104,7 @@ class FieldReader:
         """null means none; a config that does not speak of them is refused."""
         if "n_shared_experts" in self.raw and self.raw["n_shared_experts"] is None:
             return 0
-        return self.integer("n_shared_experts", minimum=0)
+        return self.integer("n_shared_experts", minimum=0, maximum=2**10)
 
     def num_mtp_layers(self) -> int:
         """From `num_nextn_predict_layers`, spelt `num_mtp_layers` by newer writers."""
@@ -110,7 +129,9 @@ class FieldReader:
         else:
             shown = given
             letters = {"F": "full", "S": "shared"}
-            given = [letters.get(kind, kind) for kind in given] if isinstance(given, list | str) else []
+            given = (
+                [letters.get(str(kind), str(kind)) for kind in given] if isinstance(given, list | str) else []
+            )
         if len(given) != num_layers or not set(given) <= {"full", "shared"}:
             want = f'{num_layers} times "full" or "shared" (F or S), one for each layer'
             self._ill_typed(name, shown, want)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from actors.model.config_fields import FieldReader
+from actors.model.config_fields import MAX_LENGTH, FieldReader, is_finite_number
 
 DEFAULT_BETA_FAST = 32.0
 DEFAULT_BETA_SLOW = 1.0
@@ -36,8 +36,16 @@ class YarnScaling:
 def read_rope(read: FieldReader, max_position_embeddings: int) -> tuple[float, YarnScaling | None]:
     """theta and the scaling, None for plain rotary embeddings. Problems go to `read`."""
     nested = _nested(read)
-    theta = read.number("rope_theta", value=nested.get("rope_theta"))
-    kind = nested.get("rope_type", nested.get("type", "default"))
+    theta = read.number("rope_theta", value=nested.get("rope_theta"), above=1)
+    kind = nested.get("rope_type", nested.get("type"))
+    if kind is None:
+        kind = "default"
+        unread = sorted(set(nested) - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
+        if unread:
+            read.problems.append(
+                f"the rotary embedding has {', '.join(unread)} but no rope_type that tells what they mean; "
+                "supported: 'default', 'yarn'"
+            )
     if kind == "default":
         return theta, None
     if kind != "yarn":
@@ -74,7 +82,7 @@ def _yarn(read: FieldReader, nested: Mapping[str, Any], max_position_embeddings:
         value = nested.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < math.inf:
+        if not is_finite_number(value) or value < minimum:
             read.problems.append(f"yarn's {name} is {value!r}; it must be a number >= {minimum:g}")
             return 1.0
         return float(value)
@@ -89,6 +97,12 @@ def _yarn(read: FieldReader, nested: Mapping[str, Any], max_position_embeddings:
             f"yarn's original_max_position_embeddings is {original!r}; it must be an integer >= 1"
         )
         original = 1
+    if original * factor > MAX_LENGTH:
+        read.problems.append(
+            f"yarn's factor {factor:g} times original_max_position_embeddings {original} must be at most "
+            f"{MAX_LENGTH}"
+        )
+        factor = 1.0
     weight, weight_all = number("mscale", 0.0), number("mscale_all_dim", 0.0)
     embedding = mscale(factor, 1.0)
     if weight and weight_all:

@@ -8,6 +8,7 @@ object of name -> dtype, shape, data_offsets (counted from the end of the header
 import json
 import math
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,16 @@ class SafetensorsFile:
         self.problems: list[str] = []
         self.tensors: dict[str, TensorInfo] = {}
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            # Without O_NONBLOCK, opening a pipe would wait for a writer.
+            flags = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+            self._descriptor = os.open(path, os.O_RDONLY | flags)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         try:
-            self._size = os.fstat(self._descriptor).st_size
+            status = os.fstat(self._descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} cannot be read: it is no regular file")
+            self._size = status.st_size
             self._read_header()
         except BaseException:
             self.close()

@@ -3,10 +3,12 @@
 What depends on the checkpoint is read here, and what ties settings to each other is checked here.
 """
 
-import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from actors.config import GroupConfig
+from actors.model.checkpoint_files import CheckpointFiles
 from actors.model.config import ModelConfig
 from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
 from cluster.config.sizes import format_size
@@ -14,6 +16,7 @@ from kernels_integration.errors import CheckpointError, ConfigError
 from kernels_integration.kv_layout import default_indexer_kv_dtype
 
 DEFAULT_SPECULATIVE_TOKENS = 3
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
 
 
@@ -87,10 +90,16 @@ def kv_bytes_per_token(
     return layout.bytes_per_token(num_layers, len(model.index_layers(num_layers)))
 
 
-def has_mtp_weights(model: ModelConfig, path: Path) -> bool:
-    """Whether the checkpoint holds the MTP layer that its config announces (converters often drop it)."""
-    prefix = f"model.layers.{model.num_hidden_layers}."
-    return model.num_mtp_layers > 0 and any(name.startswith(prefix) for name in _tensor_names(path))
+def count_mtp_modules(model: ModelConfig, names: Iterable[str]) -> int:
+    """MTP modules, from the first on, of which any tensor is among `names`: converters often drop them."""
+    found = {module for name in names if (module := _mtp_module(model, name)) is not None}
+    return next(module for module in range(model.num_mtp_layers + 1) if module not in found)
+
+
+def _mtp_module(model: ModelConfig, name: str) -> int | None:
+    match = _LAYER.match(name)
+    module = int(match[1]) - model.num_hidden_layers if match else -1
+    return module if 0 <= module < model.num_mtp_layers else None
 
 
 def _read_model_config(given: str, path: Path) -> ModelConfig:
@@ -103,19 +112,11 @@ def _read_model_config(given: str, path: Path) -> ModelConfig:
     return ModelConfig.from_pretrained(path)
 
 
-def _tensor_names(path: Path) -> set[str]:
-    """From the index, or else from the headers; files that cannot be read are the loader's to report."""
-    names: set[str] = set()
-    try:
-        index = path / "model.safetensors.index.json"
-        if index.is_file():
-            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        for file in path.glob("*.safetensors"):
-            with file.open("rb") as stream:
-                names |= set(json.loads(stream.read(int.from_bytes(stream.read(8), "little"))))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the tensor names of {path} cannot be read: {error!r}") from error
-    return names
+def _tensor_names(path: Path) -> Iterable[str]:
+    """From the headers, which decide; what is wrong with the files is the loader's to report."""
+    files = CheckpointFiles(path)
+    files.close()
+    return files.tensors
 
 
 def _default_name(given: str, path: Path) -> str:
@@ -160,15 +161,23 @@ def _indexer_kv_dtype(args: EngineArgs, model: ModelConfig, kv_cache_dtype: str)
 
 
 def _num_speculative_tokens(args: EngineArgs, model: ModelConfig, path: Path) -> int:
-    has_mtp = has_mtp_weights(model, path)
+    count = count_mtp_modules(model, _tensor_names(path)) if model.num_mtp_layers else 0
     if args.num_speculative_tokens is None:
-        return DEFAULT_SPECULATIVE_TOKENS if has_mtp else 0
-    if args.num_speculative_tokens > 0 and not has_mtp:
+        return default_speculative_tokens(model, count)
+    needed = model.num_drafting_layers(args.num_speculative_tokens)
+    if args.num_speculative_tokens > 0 and (not needed or count < needed):
         raise ConfigError(
             f"num-speculative-tokens is {args.num_speculative_tokens}, but {args.model} has no MTP weights "
-            f"(model.layers.{model.num_hidden_layers}.*); use 0, or a checkpoint that keeps its MTP layer"
+            f"(model.layers.{model.num_hidden_layers + count}.*); use {count}, or a checkpoint that keeps "
+            "its MTP layers"
         )
     return args.num_speculative_tokens
+
+
+def default_speculative_tokens(model: ModelConfig, num_mtp_modules: int) -> int:
+    """Drafts where nothing is said, of a checkpoint that holds so many MTP modules: 0 if one lacks."""
+    needed = model.num_drafting_layers(DEFAULT_SPECULATIVE_TOKENS)
+    return DEFAULT_SPECULATIVE_TOKENS if 0 < needed <= num_mtp_modules else 0
 
 
 def _long_prefill_token_threshold(args: EngineArgs) -> int:

@@ -1,14 +1,19 @@
 """From settings and a checkpoint to a group, and every rule between them."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cluster.config import BUNDLED_CHECKPOINT, EngineArgs, load_settings
 from cluster.config.show import effective_settings
+from cluster.inspection import inspect_checkpoint
+from cluster.llm import LLM
 from kernels_integration.errors import CheckpointError, ConfigError
 
 # 6 layers and 1 MTP layer of 128 + 32 latent and 64 indexer values
@@ -99,6 +104,80 @@ def test_without_mtp_weights_nothing_is_drafted(without_mtp: Path) -> None:
     assert resolve(model=without_mtp).num_speculative_tokens == 0
     with pytest.raises(ConfigError, match=r"has no MTP weights \(model\.layers\.6\.\*\); use 0"):
         resolve(model=without_mtp, num_speculative_tokens=1)
+
+
+@pytest.fixture
+def with_mtp_modules(tmp_path: Path) -> Callable[..., Path]:
+    """The bundled checkpoint with these MTP modules in its files, of so many that config.json announces."""
+
+    def make(announced: int, held: Iterable[int]) -> Path:
+        config = json.loads((BUNDLED_CHECKPOINT / "config.json").read_text())
+        config["num_nextn_predict_layers"] = announced
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(BUNDLED_CHECKPOINT / name, tmp_path)
+        tensors = {
+            n: t for file in BUNDLED_CHECKPOINT.glob("*.safetensors") for n, t in load_file(file).items()
+        }
+        module = {n: tensors.pop(n) for n in list(tensors) if n.startswith("model.layers.6.")}
+        for layer in (6 + k for k in held):
+            tensors |= {n.replace("layers.6.", f"layers.{layer}."): t.clone() for n, t in module.items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("announced", "held", "default", "most", "lacking"),
+    [(2, [0, 1], 3, 8, None), (2, [0], 0, 1, 7), (2, [1], 0, 0, 6), (5, [0, 1, 2], 3, 3, 9)],
+)
+def test_modules_that_drafts_come_from_must_be_there(
+    with_mtp_modules: Callable[..., Path],
+    announced: int,
+    held: list[int],
+    default: int,
+    most: int,
+    lacking: int | None,
+) -> None:
+    path = with_mtp_modules(announced, held)
+    assert resolve(model=path).num_speculative_tokens == default
+    assert resolve(model=path, num_speculative_tokens=most).num_speculative_tokens == most
+    if lacking is not None:
+        with pytest.raises(ConfigError, match=rf"has no MTP weights \(model\.layers\.{lacking}\.\*\); use"):
+            resolve(model=path, num_speculative_tokens=most + 1)
+    found = inspect_checkpoint(path)
+    assert (found.problems, found.shard is not None) == ([], True)
+    assert ("served without drafts" in "".join(found.notes)) == (default == 0)
+    with LLM(path, executor="inline", num_kv_blocks=8) as llm:
+        assert llm.group_config.num_speculative_tokens == default
+
+
+def test_headers_say_whether_there_are_mtp_weights(with_mtp_modules: Callable[..., Path]) -> None:
+    path = with_mtp_modules(1, [0])
+    names = [n for n in load_file(path / "model.safetensors") if not n.startswith("model.layers.6.")]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert resolve(model=path).num_speculative_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("more.safetensors", b"\xff" * 64),
+        ("more.safetensors", b""),
+        ("model.safetensors.index.json", b'{"weight_map": [[1, 2]]}'),
+        ("model.safetensors.index.json", b"[]"),
+    ],
+)
+def test_broken_files_are_the_loaders_to_report(
+    with_mtp_modules: Callable[..., Path], file: str, content: bytes
+) -> None:
+    path = with_mtp_modules(1, [0])
+    (path / file).write_bytes(content)
+    resolve(model=path)
+    with pytest.raises(CheckpointError, match=re.escape(file)):
+        LLM(path, executor="inline", num_kv_blocks=8)
 
 
 def test_a_path_is_its_own_name(without_mtp: Path) -> None:

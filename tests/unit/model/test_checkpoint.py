@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 
 import pytest
@@ -158,6 +159,16 @@ def test_truncated_file(path):
     assert "model.safetensors is truncated or not a safetensors file" in refusal(path)
     file.write_bytes(b"")
     assert "model.safetensors is truncated or not a safetensors file" in refusal(path)
+
+
+def test_what_is_no_regular_file(path):
+    (path / "folder.safetensors").mkdir()
+    os.mkfifo(path / "pipe.safetensors")
+    (path / "link.safetensors").symlink_to("nowhere")
+    text = refusal(path)
+    assert "folder.safetensors cannot be read: it is no regular file" in text
+    assert "pipe.safetensors cannot be read: it is no regular file" in text
+    assert "link.safetensors cannot be read: No such file" in text
 
 
 def test_missing_file_of_the_index_and_missing_tensor(path):

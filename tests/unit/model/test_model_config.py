@@ -49,6 +49,9 @@ def test_missing_path_file_instead_of_directory_and_no_config(tmp_path):
         ModelConfig.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="is not a directory"):
         ModelConfig.from_pretrained(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        ModelConfig.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="one JSON object"):
         ModelConfig.from_pretrained(tmp_path)
@@ -81,6 +84,15 @@ def test_every_wrong_field_is_named_at_once():
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be null or a JSON object"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn's factor is None; it must be a number >= 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "yarn's factor is 0.5; it must be a number >= 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, "yarn's factor 1e+308 times original_max"),
+        ({"rope_scaling": {"type": "yarn", "factor": 10**400}}, "it must be a number >= 1"),
+        ({"rope_theta": 10**400}, "it must be a number > 1"),
+        ({"rope_theta": 1, "rope_scaling": YARN}, "rope_theta is 1; it must be a number > 1"),
+        ({"rope_scaling": {"factor": 4}}, "the rotary embedding has factor but no rope_type"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "the rotary embedding has full_attention but no rope_type",
+        ),
         ({"rope_scaling": {**YARN, "mscale": -1}}, "yarn's mscale is -1; it must be a number >= 0"),
         ({"rope_scaling": {**YARN, "truncate": 1}}, "yarn's truncate is 1; it must be true or false"),
         (
@@ -95,6 +107,7 @@ def test_every_wrong_field_is_named_at_once():
         ({"q_lora_rank": None}, "q_lora_rank is missing; it must be an integer >= 1"),
         ({"indexer_types": ["full", "shared"]}, "indexer_types is ['full', 'shared']; it must be 3 times"),
         ({"indexer_types": ["full", "half", "full"]}, "it must be 3 times"),
+        ({"indexer_types": [["full"], {}, "full"]}, "it must be 3 times"),
         ({"indexer_types": 3}, "indexer_types is 3; it must be 3 times"),
         ({"index_topk_pattern": "FSX"}, "index_topk_pattern is 'FSX'; it must be 3 times"),
         ({"index_topk_pattern": "SFF"}, "index_topk_pattern 'SFF': layer 0 would share a selection"),
@@ -116,6 +129,13 @@ def test_every_wrong_field_is_named_at_once():
         ({"index_head_dim": 6}, "index_head_dim 6 must be at least qk_rope_head_dim 8"),
         ({"first_k_dense_replace": 4}, "first_k_dense_replace 4 must be at most num_hidden_layers 3"),
         ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types is"),
+        (
+            {"mlp_layer_types": ["dense", "sparse"]},
+            "mlp_layer_types has 2 entries; it must have one for each",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 must be at most 65536"),
+        ({"hidden_size": 10**12}, "hidden_size 1000000000000 must be at most 1048576"),
+        ({"n_routed_experts": 2**20, "n_group": 1, "topk_group": 1}, "at most 1048576 are supported"),
         ({"mlp_layer_types": ["dense", "dense", "sparse"]}, "first_k_dense_replace is 1; it must be 2"),
     ],
 )
