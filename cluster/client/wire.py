@@ -20,6 +20,7 @@ from kernels_integration.errors import (
     LatentrayError,
     OverloadedError,
     UnavailableError,
+    shown,
 )
 
 PRIORITY_KEY = "latentray-priority"
@@ -38,6 +39,18 @@ CHANNEL_OPTIONS = (
 )
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 _INT32 = range(-(2**31), 2**31)
+_UINT32 = range(2**32)
+_RANGES = {
+    "seed": _INT32,
+    "top_k": range(-1, 2**32),
+    "max_tokens": _UINT32,
+    "min_tokens": _UINT32,
+    "stop_token_ids": _UINT32,
+    "logit_bias": _INT32,
+    "logprobs": _INT32,
+    "prompt_logprobs": _INT32,
+}
+"""Whole numbers that SamplingParams allows more of than the message holds."""
 _BY_STATUS: dict[grpc.StatusCode, type[LatentrayError]] = {
     grpc.StatusCode.CANCELLED: AbortedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
@@ -78,10 +91,14 @@ def generate_request(
 
 
 def _to_message(params: SamplingParams) -> pb.SamplingParams:
-    if params.seed is not None and params.seed not in _INT32:
-        raise InvalidRequestError(
-            f"seed is {params.seed}; over gRPC it must be from -2147483648 to 2147483647", field="seed"
-        )
+    for field, legal in _RANGES.items():
+        value = getattr(params, field)
+        for number in value if isinstance(value, tuple | dict) else (value,):
+            if number is not None and number not in legal:
+                raise InvalidRequestError(
+                    f"{field} is {shown(value)}; over gRPC numbers must be from {legal[0]} to {legal[-1]}",
+                    field=field,
+                )
     for field in ("bad_words", "allowed_token_ids"):
         if getattr(params, field):
             raise InvalidRequestError(

@@ -68,11 +68,26 @@ def test_what_the_message_cannot_hold_is_refused(prompt):
         wire.generate_request("r", prompt, SamplingParams(), stream=True)
 
 
-@pytest.mark.parametrize("seed", [2**31, -(2**31) - 1, 2**64 - 1])
-def test_a_seed_beyond_int32_is_refused(seed):
-    with pytest.raises(InvalidRequestError, match=f"seed is {seed}") as caught:
-        wire.generate_request("r", [1], SamplingParams(seed=seed), stream=True)
-    assert caught.value.field == "seed"
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seed", 2**31),
+        ("seed", -(2**31) - 1),
+        ("seed", 2**64 - 1),
+        ("top_k", 2**32),
+        ("max_tokens", 2**32),
+        ("min_tokens", 2**32),
+        ("stop_token_ids", (3, 2**32)),
+        ("logit_bias", {2**31: 1.0}),
+        ("logprobs", 2**31),
+        ("prompt_logprobs", 2**31),
+    ],
+)
+def test_numbers_that_the_message_cannot_hold_are_refused(field, value):
+    params = SamplingParams(**{"max_tokens": None, field: value})
+    with pytest.raises(InvalidRequestError, match=f"{field} is .*over gRPC") as caught:
+        wire.generate_request("r", [1], params, stream=True)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("params", [{"bad_words": ("x",)}, {"allowed_token_ids": (1,)}])
