@@ -27,6 +27,8 @@ class AcceptanceEstimate:
 
     def __init__(self, num_slots: int, num_speculative_tokens: int) -> None:
         self._positions = np.arange(1, num_speculative_tokens + 1)
+        self._num_steps_without = 0
+        """Steps without any drafts since the counts last decayed."""
         guess: Floats = np.full(num_speculative_tokens, _FIRST_WEIGHT)
         self._group_trials: Floats = guess
         self._group_held: Floats = _FIRST_GUESS * guess
@@ -39,6 +41,11 @@ class AcceptanceEstimate:
 
     def observe(self, slots: NDArray[np.int64], k: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
         """A step's verifies proposed k and accepted so many drafts. Slots are distinct."""
+        if not k.any():  # long stretches of k = 0 should cost nothing here either
+            self._num_steps_without += 1
+            return
+        if self._num_steps_without:
+            self._decay_unmeasured()
         reached = np.minimum(k, accepted + 1)[:, None] >= self._positions
         held = accepted[:, None] >= self._positions
         steps = np.where(reached.any(axis=0), _GROUP_STEPS, _UNMEASURED_GROUP_STEPS)
@@ -48,6 +55,16 @@ class AcceptanceEstimate:
         keep_own = 1 - 1 / np.where(reached, _REQUEST_STEPS, _UNMEASURED_REQUEST_STEPS)
         self._trials[slots] = self._trials[slots] * keep_own + reached
         self._held[slots] = self._held[slots] * keep_own + held
+
+    def _decay_unmeasured(self) -> None:
+        num_steps, self._num_steps_without = self._num_steps_without, 0
+        least = np.minimum(_LEAST_GROUP_TRIALS / self._group_trials, 1.0)
+        keep = np.maximum((1 - 1 / _UNMEASURED_GROUP_STEPS) ** num_steps, least)
+        self._group_trials = self._group_trials * keep
+        self._group_held = self._group_held * keep
+        keep_own = (1 - 1 / _UNMEASURED_REQUEST_STEPS) ** num_steps
+        self._trials *= keep_own
+        self._held *= keep_own
 
     def of_group(self) -> Floats:
         """[k_max]"""

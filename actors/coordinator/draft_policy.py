@@ -87,10 +87,10 @@ class DraftTable(StaticDrafts):
 
 PROBE_STEPS = 5
 """The first has other costs (pending rows, steps in flight); the others are measured."""
-PROBE_HORIZON_PER_K = 700
+PROBE_HORIZON_PER_K = 2000
 """Steps, times the ceiling, after which an untried K is taken to be twice as good as measured. A K that is
 worse by the part g is tried every g * horizon steps: whatever g is, all of them together cost the part
-PROBE_STEPS / PROBE_HORIZON_PER_K = 0.7 %."""
+PROBE_STEPS / PROBE_HORIZON_PER_K = 0.25 %."""
 UNSEEN_AGE = 150
 LEAST_PROBE_AGE = 64
 MIN_GAIN = 1.03

@@ -123,7 +123,7 @@ def test_comes_back_when_the_text_changes() -> None:
     simulation = Simulation(cpu)
     simulation.run([[0.2] * 3] * 8, 400)
     assert simulation.policy.k == 0
-    simulation.run([[0.97] * 3] * 8, 1500)
+    simulation.run([[0.97] * 3] * 8, 6000)
     assert simulation.policy.k == 3
 
 
