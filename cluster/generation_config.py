@@ -15,13 +15,21 @@ _DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 def eos_token_ids(
     generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer_eos: int | None
 ) -> tuple[int, ...]:
-    """generation_config.json lists all ends of a stream; without it, config.json, then the tokenizer."""
-    for found in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer_eos):
-        if isinstance(found, int):
-            return (found,)
-        if isinstance(found, list) and found:
-            return tuple(found)
-    return ()
+    """generation_config.json lists all ends of a stream; without it, config.json, then the tokenizer.
+
+    Errors: CheckpointError when one is no token id.
+    """
+    sources = {"generation_config.json": generation, "config.json": config}
+    for file, fields in sources.items():
+        found = fields.get("eos_token_id")
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise CheckpointError(
+                f"{file}: eos_token_id is {found!r}; it must be null, an integer >= 0 or a list of them"
+            )
+        if ids:
+            return tuple(ids)
+    return () if tokenizer_eos is None else (tokenizer_eos,)
 
 
 def default_sampling_params(generation: Mapping[str, Any]) -> dict[str, float | int]:

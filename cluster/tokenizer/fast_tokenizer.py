@@ -117,7 +117,7 @@ def _add_missing_tokens(
     """Tokens that only tokenizer_config.json knows are added behind the vocabulary, as transformers does."""
     decoder = config.get("added_tokens_decoder")
     entries = (
-        [entry for _, entry in sorted(decoder.items(), key=lambda item: int(item[0]))]
+        [entry for _, entry in sorted(decoder.items(), key=lambda item: _token_id(item[0]))]
         if isinstance(decoder, Mapping)
         else []
     )
@@ -138,6 +138,14 @@ def _add_missing_tokens(
             single_word=bool(flags.get("single_word", False)),
         )
         backend.add_special_tokens([token]) if is_special else backend.add_tokens([token])
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise CheckpointError(
+            f"tokenizer_config.json: added_tokens_decoder has the key {key!r}; it must be a token id"
+        )
+    return int(key)
 
 
 def _token_text(value: object) -> str | None:

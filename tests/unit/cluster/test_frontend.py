@@ -1,6 +1,7 @@
 """The door of a model: what becomes a request, and what is refused with which words."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,21 @@ def test_ends_of_a_stream_come_from_the_most_telling_file(
     config = json.loads((checkpoint / "config.json").read_text()) | {"eos_token_id": config_eos}
     (checkpoint / "config.json").write_text(json.dumps(config))
     assert make(checkpoint).eos_token_ids == ids
+
+
+@pytest.mark.parametrize("ids", ["1", True, -1, 1.0, [1, "a"], [[1]], {"id": 1}])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_an_end_that_is_no_token_id(checkpoint: Path, file: str, ids: Any) -> None:
+    config = json.loads((checkpoint / "config.json").read_text()) | {"eos_token_id": ids}
+    (checkpoint / file).write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=re.escape(f"{file}: eos_token_id is {ids!r}; it must be")):
+        make(checkpoint)
+
+
+def test_an_added_token_under_no_id(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"x": {"content": "<x>"}}}')
+    with pytest.raises(CheckpointError, match="has the key 'x'; it must be a token id"):
+        make(checkpoint)
 
 
 def test_a_generation_config_out_of_range_is_the_checkpoints_error(checkpoint: Path) -> None:
