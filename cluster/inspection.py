@@ -75,10 +75,11 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFacts:
-    """What the first of the shards takes; the others take the same or, by uneven widths, little less."""
+    """What the last of the shards takes; the others take the same or, by uneven shares, less."""
 
     tensor_parallel_size: int
     decode_context_parallel_size: int
+    enable_expert_parallel: bool
     dtype: str
     kv_cache_dtype: str
     indexer_kv_dtype: str | None
@@ -107,6 +108,7 @@ def inspect_checkpoint(
     *,
     tensor_parallel_size: int = 1,
     decode_context_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
     dtype: str = "float32",
     kv_cache_dtype: str | None = None,
     indexer_kv_dtype: str | None = None,
@@ -155,6 +157,7 @@ def inspect_checkpoint(
                 checkpoint.tensors,
                 tp_size=tensor_parallel_size,
                 dcp_size=decode_context_parallel_size,
+                expert_parallel=enable_expert_parallel,
                 dtype=dtype,
                 kv_cache_dtype=kv_cache_dtype or dtype,
                 indexer_kv_dtype=indexer_kv_dtype,
@@ -230,6 +233,7 @@ def _shard_facts(
     *,
     tp_size: int,
     dcp_size: int,
+    expert_parallel: bool,
     dtype: str,
     kv_cache_dtype: str,
     indexer_kv_dtype: str | None,
@@ -240,9 +244,10 @@ def _shard_facts(
         config,
         stored,
         dtype=getattr(torch, dtype),
-        tp=InProcessCollectives.create(tp_size)[0],
+        tp=InProcessCollectives.create(tp_size)[-1],
         dcp=DcpGroup(1, InProcessCollectives.create(dcp_size)[0]),
         num_mtp_layers=num_mtp_modules,
+        expert_parallel=expert_parallel,
     )
     per_token = kv_bytes_per_token(config, num_mtp_modules, kv_cache_dtype, indexer_kv_dtype)
     key_dtype = config.kv_layout(kv_cache_dtype, indexer_kv_dtype).indexer_kv_dtype
@@ -253,6 +258,7 @@ def _shard_facts(
     return ShardFacts(
         tensor_parallel_size=tp_size,
         decode_context_parallel_size=dcp_size,
+        enable_expert_parallel=expert_parallel,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         indexer_kv_dtype=key_dtype if config.has_indexer else None,

@@ -35,6 +35,13 @@ def inspect(
             help="Shards that divide a sequence's KV cache between them.",
         ),
     ] = 1,
+    enable_expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--enable-expert-parallel",
+            help="Whole routed experts on each shard, instead of a part of each expert.",
+        ),
+    ] = False,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -79,6 +86,7 @@ def inspect(
             path,
             tensor_parallel_size=tensor_parallel_size,
             decode_context_parallel_size=decode_context_parallel_size,
+            enable_expert_parallel=enable_expert_parallel,
             dtype="float32" if dtype == "auto" else dtype,
             kv_cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
             indexer_kv_dtype=None if indexer_kv_dtype == "auto" else indexer_kv_dtype,
@@ -161,6 +169,7 @@ def _shard_rows(found: "Inspection") -> list[tuple[str, str]]:
         return []
     rows = [
         ("tp, dcp", f"{shard.tensor_parallel_size}, {shard.decode_context_parallel_size}"),
+        ("routed experts", "whole" if shard.enable_expert_parallel else "a part of each"),
         ("read from files", format_size(shard.file_bytes)),
         ("weights", f"{format_size(shard.weight_bytes)} in {shard.dtype}"),
         ("KV cache", f"{shard.kv_bytes_per_token} bytes per token in {shard.kv_cache_dtype}"),

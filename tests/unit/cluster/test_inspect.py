@@ -69,6 +69,15 @@ def test_facts_of_the_bundled_checkpoint(path: Path, capsys: pytest.CaptureFixtu
     assert shard["num_tokens"] is None
 
 
+def test_with_whole_experts_the_fullest_shard_counts(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 experts on 3 shards: 3 on the last, where a part of each would be 8 / 3."""
+    parts = inspect(capsys, path, "-tp", "3")["shard"]
+    whole = inspect(capsys, path, "-tp", "3", "--enable-expert-parallel")["shard"]
+    assert (parts["enable_expert_parallel"], whole["enable_expert_parallel"]) == (False, True)
+    expert, layers = 3 * 256 * 192 * 4, 6  # five MoE layers and the MTP layer
+    assert whole["weight_bytes"] - parts["weight_bytes"] == layers * (3 * expert - 8 * expert // 3)
+
+
 def test_shards_and_memory(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = inspect(capsys, path, "--memory", "100M", "--dtype", "bfloat16")["shard"]
     two = inspect(capsys, path, "-tp", "2", "-dcp", "2", "--memory", "100M", "--dtype", "bfloat16")["shard"]
