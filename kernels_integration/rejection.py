@@ -27,6 +27,8 @@ def probabilities(local_logits: Tensor, vocab_start: int, rows: SamplingRows, co
     After rules, temperature and filters; all on the best token where a row is greedy. Arguments as for
     `sampling.sample`.
     """
+    if not len(local_logits):  # a step of middle chunks draws nothing
+        return local_logits.double()
     logits = without_nan(local_logits)
     if rows.rules is not None:
         logits = rows.rules.apply(logits)

@@ -49,6 +49,8 @@ def streams() -> dict[str, list[int]]:
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
         {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "scheduling": "deferred"},
         {"max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 2048},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 1},  # steps of middle chunks alone draw nothing
+        {"max_num_batched_tokens": 7, "max_num_seqs": 1, "scheduling": "deferred", "tensor_parallel_size": 2},
     ],
     ids=str,
 )

@@ -36,6 +36,15 @@ def test_probabilities_are_those_of_full_sorts(size, filters):
         torch.testing.assert_close(found[row], expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_rows_have_no_probabilities(size):
+    parts = on_ranks(
+        torch.empty(0, 16), size, lambda x, start, comm: probabilities(x, start, make_rows(0), comm)
+    )
+    assert [part.shape for part in parts] == [(0, 16 // size)] * size
+    assert parts[0].dtype == torch.float64
+
+
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**40))
 def test_the_uniform_of_arrays_is_the_word_of_philox(seed, position):
