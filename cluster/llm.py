@@ -16,10 +16,11 @@ from cluster.errors import from_code
 from cluster.frontend import ModelFrontend
 from cluster.outputs import OutputBuilder, RequestOutput
 from cluster.progress import progress_bar
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidRequestError, shown
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, both also with "cache_salt"."""
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Message: TypeAlias = Mapping[str, Any]
 
 
@@ -66,23 +67,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One output for each prompt, in order.
 
         A list of ids is one prompt, a list of texts or of lists many. Without sampling_params the
-        checkpoint's defaults apply; one is for all prompts, a list is one for each. priority: one for each;
-        lower is served first, under scheduling_policy="priority". use_tqdm: show progress, at a terminal.
+        checkpoint's defaults apply; one is for all prompts, a list is one for each. priority: the same; lower
+        is served first, under scheduling_policy="priority". use_tqdm: show progress, at a terminal.
         Errors: InvalidRequestError naming the prompt's index, before anything runs.
         """
         batch = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
-        if priority is not None and len(priority) != len(batch):
+        priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(batch):
             raise InvalidRequestError(
-                f"{len(priority)} priorities for {len(batch)} prompts; pass one for each", field="priority"
+                f"{len(priorities)} priorities for {len(batch)} prompts; pass one for all, or one for each",
+                field="priority",
             )
         params = self._params_of(sampling_params, len(batch))
-        return self._run(batch, params, priority or [0] * len(batch), use_tqdm=use_tqdm)
+        return self._run(batch, params, priorities, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -224,6 +227,11 @@ def _is_one_prompt(prompts: object) -> bool:
 def _prompt_content(prompt: Prompt) -> str | Sequence[int]:
     if not isinstance(prompt, Mapping):
         return prompt
+    for key in prompt:
+        if key not in _PROMPT_KEYS:
+            raise InvalidRequestError(
+                f"prompt holds {shown(key)}; it may hold {', '.join(_PROMPT_KEYS)}", field="prompt"
+            )
     for key in ("prompt_token_ids", "prompt"):
         if key in prompt:
             return cast("str | Sequence[int]", prompt[key])

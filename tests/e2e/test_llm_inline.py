@@ -91,8 +91,11 @@ def test_priorities_and_salts(monkeypatch: pytest.MonkeyPatch) -> None:
         prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "a", "b", None)]
         cached = [llm.generate(prompt, few)[0].num_cached_tokens for prompt in prompts]
         assert cached[0] == cached[2] == cached[3] == 0 < cached[1]
+        assert len(llm.generate([[5], [6]], few, priority=7)) == 2
         with pytest.raises(InvalidRequestError, match="2 priorities for 1 prompts"):
             llm.generate([[5]], few, priority=[1, 2])
+        with pytest.raises(InvalidRequestError, match="prompt 0: prompt holds 'cachesalt'; it may hold"):
+            llm.generate({"prompt": "x", "cachesalt": "a"}, few)
 
 
 def test_nothing_runs_when_one_prompt_is_bad(llm: LLM) -> None:
