@@ -42,7 +42,20 @@ class RunningServer:
         self.metrics_port = metrics_port
         """Of Prometheus metrics; None: not served."""
         self._gateway = gateway
+        self._gateway_lost = gateway.wait_lost.remote()
         self._trace_file = trace_file
+
+    @property
+    def failure(self) -> str | None:
+        """Why requests can be served no more; None while they can."""
+        if self._gateway is not None and ray.wait([self._gateway_lost], timeout=0)[0]:
+            return "the gateway is lost: its process died"
+        return self.group.failure
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the gateway lives, which tells clients of a failure."""
+        return self._gateway is not None and not ray.wait([self._gateway_lost], timeout=0)[0]
 
     def stop(self, drain_s: float = 30.0) -> None:
         """Refuse new requests, let live ones end for at most drain_s, stop the group. May be called twice."""

@@ -49,7 +49,7 @@ def batch(
     config = settings.args.resolve()
     frontend = ModelFrontend.of_group(config)
     # Files first: a wrong path should not cost the start of an engine.
-    with open_input(input_file) as lines, open_output(output_file) as write:
+    with open_input(input_file) as lines, open_output(output_file, input_path=input_file) as write:
         with closing(ProgressLine()) as progress:
             engine = start_engine(
                 config,

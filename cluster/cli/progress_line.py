@@ -5,7 +5,7 @@ import sys
 import time
 from typing import TextIO
 
-_CHANGING = re.compile(r"(: [^:]+ of [^:]+)? \(\d+ s\)$")
+_CHANGING = re.compile(r"(: [^:]+ of [^:]+)? \(\d+ s\)")
 _REPEAT_S = 10.0
 """In a log, a message of which only seconds and bytes have changed is repeated this often."""
 

@@ -49,16 +49,17 @@ def serve(
             typer.echo(f"latentray: metrics at http://{settings.args.host}:{server.metrics_port}/metrics")
         sys.stdout.flush()
         stop = _stop_on_signals()
-        is_told = False
+        failure: str | None = None
         while not stop.wait(0.5):
-            if server.group.failure is not None and not is_told:
-                is_told = True  # the gateway goes on: health tells clients and probes why
-                print(f"latentray: not serving: {server.group.failure}", file=sys.stderr)
-        if not is_told:
+            if failure is None and (failure := server.failure) is not None:
+                print(f"latentray: not serving: {failure}", file=sys.stderr)
+            if failure is not None and not server.is_reachable:
+                break  # while the gateway lives it goes on: health tells clients and probes why
+        if failure is None:
             print("latentray: stopping", file=sys.stderr)
         server.stop(drain_s=drain_timeout)
-    if is_told:
-        raise UnavailableError(f"the group was lost: {server.group.failure}")
+    if failure is not None:
+        raise UnavailableError(failure)
 
 
 def _stop_on_signals() -> threading.Event:

@@ -57,7 +57,10 @@ IndexerKVDtype = Literal["auto", "float32", "float64", "bfloat16", "fp8"]
 
 def _parse_json(value: Any) -> Any:
     """A flag or a variable holds JSON text."""
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def _ascending(table: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:

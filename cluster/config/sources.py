@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config.args import EngineArgs, ServeArgs, Setting
-from kernels_integration.errors import ConfigError
+from kernels_integration.errors import ConfigError, shown
 
 PREFIX = "LATENTRAY_"
 OTHER_VARIABLES = frozenset({"LATENTRAY_CONFIG", "LATENTRAY_SERVER"})
@@ -138,8 +138,12 @@ def _file_layer(path: Path) -> _Layer:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}; pass a YAML file") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is no YAML: {error}") from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # such as a date without its month, deep nests
+        raise ConfigError(f"config file {path} is no YAML: {error}; pass settings, one a line") from error
     if content is None:
         content = {}
     if not isinstance(content, dict):
@@ -195,4 +199,4 @@ def _with_one_speculative_spelling(layer: _Layer) -> _Layer:
 
 def _illegal(cls: type[EngineArgs], layer: _Layer, field: str, value: object) -> ConfigError:
     name = layer.names[field] if layer.origin in ("flag", "keyword") else layer.where(field)
-    return ConfigError(f"{name} is {value!r}; it must be {setting_of(cls, field).rule}")
+    return ConfigError(f"{name} is {shown(value)}; it must be {setting_of(cls, field).rule}")

@@ -54,6 +54,10 @@ class GatewayActor:
         """Where Prometheus metrics are served; None: nowhere."""
         return self._server.metrics_port if self._server is not None else None
 
+    async def wait_lost(self) -> None:
+        """Never returns: its call fails when this process dies."""
+        await asyncio.Event().wait()
+
     async def stop(self, drain_s: float = 30.0) -> None:
         """Drain and close; see GatewayServer.stop."""
         if self._server is not None:

@@ -54,6 +54,7 @@ KV_BYTES_KEY = "latentray-kv-bytes-per-token"
 """Initial metadata of GetServerInfo, whose message has no field for it."""
 STATS_KEY = "latentray-stats"
 """Initial metadata of GetLoads: the group's GroupStats as JSON; the message has no fields for them."""
+_MAX_SHOWN_ID = 1024
 _LONG_TEXT = 8192
 """Characters; a few milliseconds of tokenising."""
 
@@ -240,6 +241,7 @@ def _metadata(request: Request) -> tuple[tuple[str, str], ...]:
     # Lists could outgrow what a client takes as metadata, and are not changed here anyway.
     numbers = {name: value for name, value in params.items() if isinstance(value, int | float)}
     told = ((SEED_KEY, str(request.seed)), (PARAMETERS_KEY, msgspec.json.encode(numbers).decode()))
-    # Metadata is printable ASCII; an id of other characters is known to its sender anyway.
-    shown = request.request_id.isascii() and request.request_id.isprintable()
-    return (*told, (REQUEST_ID_KEY, request.request_id)) if shown else told
+    # Metadata is printable ASCII of 8 KiB at most; an id that does not fit is known to its sender anyway.
+    request_id = request.request_id
+    shown = len(request_id) <= _MAX_SHOWN_ID and request_id.isascii() and request_id.isprintable()
+    return (*told, (REQUEST_ID_KEY, request_id)) if shown else told

@@ -1,6 +1,7 @@
 """`latentray serve` on Ray, with the other commands as its clients."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -140,3 +141,21 @@ def test_a_signal_lets_the_live_request_end_and_leaves_no_process(served: Served
     assert "waiting for" in errors, "what is waited for is visible while it starts"
     left = [child for child in children if Path(f"/proc/{child}").exists()]
     assert left == []
+
+
+def test_a_lost_gateway_ends_the_server() -> None:
+    """Nobody else could tell clients and probes."""
+    process = start("serve", "--address", "local", "--port", "0", *SMALL)
+    try:
+        assert process.stdout is not None
+        assert "serving tiny-dsa" in process.stdout.readline()
+        children = descendants(process.pid)
+        [gateway] = [c for c in children if b"GatewayActor" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        os.kill(gateway, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 4
+    assert "latentray: not serving: the gateway is lost: its process died" in errors
+    assert "Traceback" not in errors
+    assert [child for child in children if Path(f"/proc/{child}").exists()] == []

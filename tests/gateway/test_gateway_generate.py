@@ -184,6 +184,16 @@ async def test_the_effective_seed_is_reported(serve, stub_of):
     assert metadata["latentray-request-id"] == "r"
 
 
+async def test_an_id_that_outgrows_metadata_is_served_all_the_same(serve, stub_of):
+    group = ScriptedGroup()
+    stub = stub_of(await serve(group))
+    for request_id in ("x" * 100_000, "\0", "é"):
+        call = stub.Generate(request(request_id, max_tokens=1))
+        assert "latentray-request-id" not in dict(await call.initial_metadata())
+        assert [r async for r in call]
+        assert group.requests[-1].request_id == request_id
+
+
 async def test_a_request_without_an_id_gets_one(serve, stub_of):
     stub = stub_of(await serve(ScriptedGroup()))
     calls = [stub.Generate(request("", max_tokens=2)) for _ in range(2)]

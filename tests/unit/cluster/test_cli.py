@@ -205,13 +205,20 @@ def test_progress_is_one_line_at_a_terminal_and_few_in_a_log() -> None:
     log, terminal = io.StringIO(), Terminal()
     for stream in (log, terminal):
         line = ProgressLine(stream)
-        for message in ("waiting for A (0 s)", "waiting for A (1 s)", "waiting for B (0 s)"):
-            line(message)
+        for message in (
+            "A (0 s)",
+            "A (1 s)",
+            "B (0 s): 2 bundles",
+            "B (1 s): 2 bundles",
+            "B (1 s): 3 bundles",
+        ):
+            line(f"waiting for {message}")
         line.close()
     assert [text.split("] ")[1] for text in log.getvalue().splitlines()] == [
         "waiting for A (0 s)",
-        "waiting for B (0 s)",
+        "waiting for B (0 s): 2 bundles",
+        "waiting for B (1 s): 3 bundles",
     ]
     assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().count("\r") == 4
+    assert terminal.getvalue().count("\r") == 6
     assert terminal.getvalue().endswith("\r\x1b[K")

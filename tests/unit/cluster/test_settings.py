@@ -108,6 +108,11 @@ def test_an_illegal_value_is_named_with_its_rule(field: str, value: Any, rule: s
             load({}, **{f"LATENTRAY_{field.upper()}": value})
 
 
+def test_json_may_not_nest_without_end() -> None:
+    with pytest.raises(ConfigError, match=r"speculative-config is .* it must be JSON"):
+        load({"speculative_config": "[" * 100_000})
+
+
 def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean tensor_parallel_size"):
         load_settings(EngineArgs, {"tensor_paralel_size": 2}, environ={})
@@ -122,6 +127,8 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
     [
         ("- 1\n", "holds a list"),
         ("a: [\n", "is no YAML"),
+        ("port: 2024-99-99\n", "is no YAML: month must be in 1..12"),
+        pytest.param("{" * 20_000, "is no YAML", id="deep"),
         ("block-size: 4\nblock_size: 8\n", "are the same setting"),
     ],
 )
