@@ -106,6 +106,9 @@ def test_nothing_runs_when_one_prompt_is_bad(llm: LLM) -> None:
         llm.chat([user("x"), [{"role": "robot", "content": "x"}]], GREEDY)
     with pytest.raises(InvalidRequestError, match="2 sampling_params for 3 prompts"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    for params in ({"temperature": 0}, [{"temperature": 0}], "greedy"):
+        with pytest.raises(InvalidRequestError, match=r"sampling_params is .*; it must be SamplingParams"):
+            llm.generate(["a"], params)  # type: ignore[arg-type]
     assert llm.stats().num_steps == steps
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
 
