@@ -73,6 +73,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_distribution()
         self._check_rules()
         self._check_ends()
+        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            value = getattr(self, field)
+            _require(isinstance(value, bool), field, value, "true or false")
         for field in ("logprobs", "prompt_logprobs"):
             value = getattr(self, field)
             _require(

@@ -158,6 +158,13 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * num_prompts
+        if isinstance(given, str | Mapping) or not all(
+            isinstance(params, SamplingParams) for params in given
+        ):
+            raise InvalidRequestError(
+                f"sampling_params is {shown(given)}; it must be SamplingParams(...), or a list of them",
+                field="sampling_params",
+            )
         if len(given) != num_prompts:
             raise InvalidRequestError(
                 f"{len(given)} sampling_params for {num_prompts} prompts; pass one for all, or one for each",
