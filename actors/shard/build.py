@@ -1,5 +1,8 @@
 """Put a shard together: checkpoint slice, KV cache, state."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from actors.config import GroupConfig
@@ -9,6 +12,7 @@ from actors.model.model import load_model
 from actors.shard.shard import Shard
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.errors import ConfigError
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.spans import SpannedCollectives, Spans
 
@@ -27,7 +31,8 @@ def build_shard(
 
     tp: all ranks of the group; dcp_comm: the ranks of this rank's DCP group (consecutive TP ranks).
     spans: where the rank's time is recorded, if config.trace. progress: told of the bytes of the weights.
-    Errors: CheckpointError naming every tensor that does not fit.
+    Errors: CheckpointError naming every tensor that does not fit; ConfigError for a KV cache, or a state of
+    requests, that memory does not hold.
     """
     spans = spans or Spans(is_on=config.trace)
     if config.trace:
@@ -47,10 +52,31 @@ def build_shard(
         progress=progress,
     )
     num_layers = model_config.num_hidden_layers + num_mtp_layers
-    cache = KVCache.allocate(
-        model_config.kv_layout(config.kv_cache_dtype, config.indexer_kv_dtype),
-        num_layers=num_layers,
-        num_slots=config.num_kv_blocks * config.block_size,
-        index_layers=model_config.index_layers(num_layers),
-    )
-    return Shard(config, model, cache, tp=tp, dcp=dcp, num_parts=torch.get_num_threads(), spans=spans)
+    layout = model_config.kv_layout(config.kv_cache_dtype, config.indexer_kv_dtype)
+    index_layers = model_config.index_layers(num_layers)
+    num_slots = config.num_kv_blocks * config.block_size
+    num_bytes = num_slots * layout.bytes_per_token(num_layers, len(index_layers))
+    with _refusing(
+        f"the KV cache of a shard needs {num_bytes / 2**30:.1f} GiB ({num_bytes} bytes)",
+        "--kv-cache-memory-bytes or --num-kv-blocks",
+    ):
+        cache = KVCache.allocate(layout, num_layers, num_slots, index_layers=index_layers)
+    with _refusing(
+        f"max-num-seqs {config.max_num_seqs} requests of max-model-len {config.max_model_len} need state",
+        "--max-num-seqs or --max-model-len",
+    ):
+        return Shard(config, model, cache, tp=tp, dcp=dcp, num_parts=torch.get_num_threads(), spans=spans)
+
+
+@contextmanager
+def _refusing(needed: str, flags: str) -> Iterator[None]:
+    """A failed allocation is the settings' fault: NumPy raises MemoryError, torch a RuntimeError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, RuntimeError) and not ("alloc" in text or "out of memory" in text):
+            raise
+        raise ConfigError(
+            f"{needed}, which the machine's memory does not hold; use a smaller {flags} ({text.strip()})"
+        ) from error

@@ -18,6 +18,10 @@ from kernels_integration.kv_layout import default_indexer_kv_dtype
 DEFAULT_SPECULATIVE_TOKENS = 3
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
+# Beyond any machine: what a real one lacks is told by doctor, and by the shard that cannot allocate it.
+MAX_KV_CACHE_MEMORY_BYTES = 64 * 2**40
+MAX_BLOCK_SIZE = 65536
+MAX_NUM_SEQS = 65536
 
 
 def resolve(args: EngineArgs) -> GroupConfig:
@@ -26,6 +30,8 @@ def resolve(args: EngineArgs) -> GroupConfig:
     Reads config.json and the names of the tensors, no weights.
     Errors: CheckpointError for the checkpoint, ConfigError for a setting: value, rule, legal values, fix.
     """
+    _check_at_most("block-size", args.block_size, MAX_BLOCK_SIZE)
+    _check_at_most("max-num-seqs", args.max_num_seqs, MAX_NUM_SEQS)
     path = Path(args.model).expanduser().absolute()
     model = _read_model_config(args.model, path)
     model.check_parallel(args.tensor_parallel_size, args.decode_context_parallel_size)
@@ -140,6 +146,11 @@ def _chat_template(args: EngineArgs) -> str | None:
     return str(file)
 
 
+def _check_at_most(setting: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise ConfigError(f"{setting} {value} is more than {limit}; use 1 to {limit}")
+
+
 def _check_interleave(args: EngineArgs) -> None:
     interleave, block = args.cp_kv_cache_interleave_size, args.block_size
     if block % interleave:
@@ -203,9 +214,21 @@ def _num_kv_blocks(args: EngineArgs, bytes_per_block: int) -> int:
             f"num-kv-blocks {args.num_kv_blocks} and kv-cache-memory-bytes {args.kv_cache_memory_bytes} both "
             "size the KV cache; pass one of them"
         )
+    limit = format_size(MAX_KV_CACHE_MEMORY_BYTES)
     if args.num_kv_blocks is not None:
+        most = MAX_KV_CACHE_MEMORY_BYTES // bytes_per_block
+        if args.num_kv_blocks > most:
+            raise ConfigError(
+                f"num-kv-blocks {args.num_kv_blocks} of {bytes_per_block} bytes make a KV cache of more than "
+                f"{limit} a shard; use 1 to {most}"
+            )
         return args.num_kv_blocks
     budget = args.kv_cache_memory_bytes or DEFAULT_KV_CACHE_MEMORY_BYTES
+    if budget > MAX_KV_CACHE_MEMORY_BYTES:
+        raise ConfigError(
+            f"kv-cache-memory-bytes {format_size(budget)} is more than {limit} a shard; "
+            f"use {format_size(bytes_per_block)} to {limit}"
+        )
     if budget < bytes_per_block:
         raise ConfigError(
             f"kv-cache-memory-bytes {format_size(budget)} does not hold one block of block-size "

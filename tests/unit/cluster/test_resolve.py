@@ -240,3 +240,22 @@ def test_show_tells_where_each_value_came_from() -> None:
     assert (shown["max_model_len"].value, shown["max_model_len"].origin) == (161, "derived")
     assert (shown["dtype"].value, shown["dtype"].origin) == ("float32", "derived from auto")
     assert shown["block_size"].origin == "default"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_cache_memory_bytes": "100000T"}, "100000.0 TiB is more than 64.0 TiB a shard; use 98.0 KiB to"),
+        ({"num_kv_blocks": 999999999999999}, f"use 1 to {2**46 // (16 * VALUES_PER_TOKEN * 4)}"),
+        ({"max_num_seqs": 999999999999}, "max-num-seqs 999999999999 is more than 65536; use 1 to 65536"),
+        ({"block_size": 99999999999, "num_kv_blocks": 1}, "block-size 99999999999 is more than 65536"),
+    ],
+)
+def test_sizes_beyond_any_machine_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        resolve(**settings)
+
+
+def test_sizes_of_a_large_machine_resolve() -> None:
+    resolve(kv_cache_memory_bytes="64T")
+    resolve(max_num_seqs=65536, block_size=65536, num_kv_blocks=1)
