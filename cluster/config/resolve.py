@@ -32,7 +32,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
     """
     _check_at_most("block-size", args.block_size, MAX_BLOCK_SIZE)
     _check_at_most("max-num-seqs", args.max_num_seqs, MAX_NUM_SEQS)
-    path = Path(args.model).expanduser().absolute()
+    path = _absolute(args.model)
     model = _read_model_config(args.model, path)
     model.check_parallel(args.tensor_parallel_size, args.decode_context_parallel_size)
     _check_interleave(args)
@@ -108,6 +108,14 @@ def _mtp_module(model: ModelConfig, name: str) -> int | None:
     return module if 0 <= module < model.num_mtp_layers else None
 
 
+def _absolute(given: str) -> Path:
+    """Of a user that nobody knows, ~nouser/x, the path as it is given: there is no such file, either."""
+    try:
+        return Path(given).expanduser().absolute()
+    except RuntimeError:
+        return Path(given).absolute()
+
+
 def _read_model_config(given: str, path: Path) -> ModelConfig:
     if not path.is_dir():
         raise CheckpointError(
@@ -138,7 +146,7 @@ def _chat_template(args: EngineArgs) -> str | None:
             f"chat-template {args.chat_template} and tokenizer-mode deepseek_v32 exclude each other: the "
             "encoding of DeepSeek-V3.2 uses no template; pass one of them"
         )
-    file = Path(args.chat_template).expanduser().absolute()
+    file = _absolute(args.chat_template)
     if not file.is_file():
         raise ConfigError(
             f"chat-template {args.chat_template} is no file; it must be a file that holds a Jinja template"

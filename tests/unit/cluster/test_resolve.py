@@ -259,3 +259,10 @@ def test_sizes_beyond_any_machine_are_refused(settings: dict[str, Any], words: s
 def test_sizes_of_a_large_machine_resolve() -> None:
     resolve(kv_cache_memory_bytes="64T")
     resolve(max_num_seqs=65536, block_size=65536, num_kv_blocks=1)
+
+
+def test_a_path_of_an_unknown_user_does_not_exist() -> None:
+    with pytest.raises(CheckpointError, match="no such model path: ~nouser/x;"):
+        resolve(model="~nouser/x")
+    with pytest.raises(ConfigError, match="chat-template ~nouser/x is no file"):
+        resolve(chat_template="~nouser/x")
