@@ -22,7 +22,7 @@ class AsyncClient:
     """A server at `target` ("host:port"); see `Client` for arguments and errors."""
 
     def __init__(self, target: str, *, decode: bool = True, timeout_s: float = 30.0) -> None:
-        self.target = target
+        self.target = wire.check_target(target)
         self._decode = decode
         self._timeout_s = timeout_s
         self._channel = grpc.aio.insecure_channel(target, options=wire.CHANNEL_OPTIONS)

@@ -23,12 +23,13 @@ class Client:
 
     decode: make text of the answers, with the tokenizer that the server sends once; False saves that.
     timeout_s: of every call but `generate`, which has its own.
+    Errors: ConfigError for a blank target.
     Errors of every call: the LatentrayError that the server raised; UnavailableError when none is
     there. Nothing is retried: a caller knows better whether a request may run twice.
     """
 
     def __init__(self, target: str, *, decode: bool = True, timeout_s: float = 30.0) -> None:
-        self.target = target
+        self.target = wire.check_target(target)
         self._decode = decode
         self._timeout_s = timeout_s
         self._channel = grpc.insecure_channel(target, options=wire.CHANNEL_OPTIONS)

@@ -14,6 +14,7 @@ from actors.stats import GroupStats
 from cluster.errors import from_code
 from kernels_integration.errors import (
     AbortedError,
+    ConfigError,
     DeadlineExceededError,
     DuplicateRequestError,
     InvalidRequestError,
@@ -57,6 +58,15 @@ _BY_STATUS: dict[grpc.StatusCode, type[LatentrayError]] = {
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
 }
+
+
+def check_target(target: str) -> str:
+    """The target; gRPC itself logs and fails as an internal fault. Errors: ConfigError for a blank one."""
+    if not target.strip():
+        raise ConfigError(
+            f"server is {target!r}; it must be HOST:PORT of a running server, such as 127.0.0.1:50051"
+        )
+    return target
 
 
 def merged_params(params: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:

@@ -113,6 +113,8 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
             ["generate", "x", "--server", "h:1", "-tp", "2"],
             "--tensor-parallel-size would configure an engine",
         ),
+        (["generate", "x", "--server", ""], "server is ''; it must be HOST:PORT of a running server"),
+        (["status", "--server", " "], "server is ' '; it must be HOST:PORT of a running server"),
         (["batch", "-i", "/nope.jsonl", "-o", "-"], "--input /nope.jsonl cannot be read"),
     ],
 )
