@@ -95,6 +95,8 @@ UNSEEN_AGE = 150
 LEAST_PROBE_AGE = 64
 MIN_GAIN = 1.03
 """A change must promise this much."""
+MIN_TRIM_GAIN = 1.06
+"""What different k for different requests must promise: mixtures are predicted, not measured."""
 MIN_DWELL = 8
 """Steps between changes: leaving k = 0 costs the fill of all pending rows."""
 PLAN_EVERY = 4
@@ -178,7 +180,7 @@ class DynamicDrafts:
         survival = self.acceptance.survival(slots)
         # A draft's row must bring more than the step's average second does.
         value_of_row = self._rate_of(survival, self.k, 0.0)[0] * self.cost.seconds_per_draft()
-        plans = [self._rate_of(survival, k, value_of_row) for k in range(self._max_k + 1)]
+        plans = [self._better_plan(survival, k, value_of_row) for k in range(self._max_k + 1)]
         rates = np.array([rate for rate, _ in plans])
         ages = self._num_steps - tried_at
         best = int(rates.argmax())
@@ -194,6 +196,15 @@ class DynamicDrafts:
         num_drafts = plans[self.k][1]
         self._usual_k = int(num_drafts.max())
         self._give(slots, num_drafts)
+
+    def _better_plan(
+        self, survival: NDArray[np.float64], k: int, least: float
+    ) -> tuple[float, NDArray[np.int64]]:
+        """Everybody drafts k, whose time is measured; or each only its likely drafts, where that promises
+        more than the error of its predicted time.
+        """
+        alike, each = self._rate_of(survival, k, 0.0), self._rate_of(survival, k, least)
+        return each if each[0] > MIN_TRIM_GAIN * alike[0] else alike
 
     def _rate_of(
         self, survival: NDArray[np.float64], k: int, least: float
