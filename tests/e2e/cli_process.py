@@ -1,6 +1,7 @@
 """`python -m cluster` as a user runs it: in a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ def run(
 
 
 def start(*argv: str) -> subprocess.Popen[str]:
+    """A process that Ctrl-C reaches, also where the tests themselves run in the background of a shell."""
     return subprocess.Popen(
         command(*argv),
         cwd=ROOT,
@@ -40,4 +42,5 @@ def start(*argv: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
