@@ -18,9 +18,9 @@ from actors.config import GroupConfig
 from actors.inline_group import InlineGroup
 from actors.requests import Request
 from actors.sampling_params import SamplingParams
+from cluster.answering.group_client import GroupClient
 from cluster.config import EngineArgs, load_settings
-from cluster.group_client import GroupClient
-from cluster.launch import launch_group
+from cluster.launch.group import launch_group
 
 PROMPT_LEN = 32
 NEW_TOKENS = 64

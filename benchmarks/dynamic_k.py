@@ -24,7 +24,7 @@ from actors.inline_group import InlineGroup
 from actors.requests import Request
 from actors.sampling_params import SamplingParams
 from cluster.config.args import BUNDLED_CHECKPOINT
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 
 TURN_STEPS = 6
 PROMPT_TOKENS = 48

@@ -28,7 +28,7 @@ from actors.requests import Request, RequestUpdate, TokenLogprob
 from actors.sampling_params import SamplingParams
 from cluster.config import EngineArgs, load_settings
 from cluster.config.args import BUNDLED_CHECKPOINT
-from cluster.kv_report import group_kv_bytes_per_token
+from cluster.report.kv_report import group_kv_bytes_per_token
 from kernels_integration.kv_formats import StoredVectors, latent_format
 from kernels_integration.kv_layout import KVLayout
 

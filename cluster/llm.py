@@ -10,12 +10,12 @@ from typing import Any, Self, TypeAlias, cast
 from actors.requests import RequestFailed
 from actors.sampling_params import SamplingParams
 from actors.stats import GroupStats
+from cluster.answering.engine import Engine, Executor, Progress, start_engine
 from cluster.config import EngineArgs, load_settings
-from cluster.engines import Engine, Executor, Progress, start_engine
 from cluster.errors import from_code
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import OutputBuilder, RequestOutput
-from cluster.progress import progress_bar
+from cluster.report.progress import progress_bar
 from kernels_integration.errors import InvalidRequestError, shown
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

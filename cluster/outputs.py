@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from actors.requests import FinishReason, Request, RequestUpdate, TokenLogprob
-from cluster.choices import choices
-from cluster.frontend import ModelFrontend
+from cluster.answering.choices import choices
+from cluster.frontend.front_end import ModelFrontend
 
 
 @dataclass(frozen=True, slots=True)

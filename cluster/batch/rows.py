@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.sampling_params import is_text
 from cluster.errors import outcome
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.answers import answer_body, error_body
 from cluster.openai.bodies import ENDPOINTS, ChatBody, CompletionsBody, check_model, parse_body
 from cluster.outputs import RequestOutput

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.requests import RequestFailed, RequestUpdate
+from cluster.answering.engine import Engine
 from cluster.batch.rows import BatchRow, RowError, answered_row, failed_row, parse_row
-from cluster.engines import Engine
 from cluster.errors import from_code
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import OutputBuilder
 from kernels_integration.errors import InvalidRequestError, LatentrayError, UnavailableError
 

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 from actors.requests import RequestFailed
+from cluster.answering.engine import Engine
 from cluster.bench.workload import Workload
-from cluster.engines import Engine
 from kernels_integration.errors import ConfigError, LatentrayError
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from cluster.answering.ray_engine import RayEngine
 from cluster.bench.breakdown import step_breakdown
 from cluster.bench.measure import Measurement, Reference, measure_engine
 from cluster.bench.workload import Workload, text_workload
 from cluster.config import EngineArgs
-from cluster.engines.ray_engine import RayEngine
-from cluster.frontend import ModelFrontend
-from cluster.trace import TraceFile
+from cluster.frontend.front_end import ModelFrontend
+from cluster.report.trace import TraceFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from actors.requests import Request
 from actors.sampling_params import SamplingParams
 from cluster.config.args import BUNDLED_CHECKPOINT
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import ConfigError
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from actors.requests import FinishReason, Request, RequestFailed
 from actors.sampling_params import SamplingParams
-from cluster.engines import Engine
+from cluster.answering.engine import Engine
 from cluster.errors import from_code
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import OutputBuilder
 
 

@@ -40,11 +40,11 @@ def batch(
     Rows go to /v1/chat/completions or /v1/completions. Answers come in the order of the rows; a row that
     fails gets an error row, and the exit code is 3. Until all rows are answered the output is FILE.partial.
     """
+    from cluster.answering.engine import start_engine
     from cluster.batch import run_batch
     from cluster.batch.files import count_rows, open_input, open_output
-    from cluster.engines import start_engine
-    from cluster.frontend import ModelFrontend
-    from cluster.progress import progress_bar
+    from cluster.frontend.front_end import ModelFrontend
+    from cluster.report.progress import progress_bar
 
     config = settings.args.resolve()
     frontend = ModelFrontend.of_group(config)

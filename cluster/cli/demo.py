@@ -21,7 +21,7 @@ _DEMO = {
 @with_settings(ServeArgs)
 def demo(settings: Settings[ServeArgs]) -> None:
     """Start a small local server, stream two answers over gRPC, print what they cost, stop."""
-    from cluster.demo import run_demo
+    from cluster.launch.demo import run_demo
 
     changes = {name: value for name, value in _DEMO.items() if settings.origins[name] == "default"}
     args = settings.args.model_copy(update=changes)

@@ -22,7 +22,7 @@ def doctor(
 
     Exit code 4 when a check fails.
     """
-    from cluster.doctor import run_checks
+    from cluster.report.doctor import run_checks
 
     checks = []
     for check in run_checks(settings.args):

@@ -10,13 +10,13 @@ import msgspec
 import typer
 
 from actors.sampling_params import SamplingParams
-from cluster.choices import choices
+from cluster.answering.choices import choices
 from cluster.cli.answers import Answer, Show, ask_engine, ask_server, frontend_of_server
 from cluster.cli.engine_flags import with_settings
 from cluster.cli.progress_line import ProgressLine
 from cluster.config import EngineArgs, Settings
 from cluster.config.sources import flag_name
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 256
@@ -163,7 +163,7 @@ def _generate_here(
     changes: dict[str, Any],
     show: Show,
 ) -> None:
-    from cluster.engines import start_engine
+    from cluster.answering.engine import start_engine
 
     config = settings.args.resolve()
     frontend = ModelFrontend.of_group(config)

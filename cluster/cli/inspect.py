@@ -15,7 +15,7 @@ from cluster.errors import EXIT_USAGE
 from kernels_integration.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.inspection import Inspection
+    from cluster.report.inspection import Inspection
 
 _DTYPES = Literal["auto", "float32", "float64", "bfloat16"]
 
@@ -79,7 +79,7 @@ def inspect(
                 f"--memory is {memory!r}; it must be a size of at least one byte, such as 512M or 80G"
             ) from None
 
-    from cluster.inspection import inspect_checkpoint  # imports torch
+    from cluster.report.inspection import inspect_checkpoint  # imports torch
 
     with closing(ProgressLine()) as progress:
         found = inspect_checkpoint(

@@ -31,8 +31,8 @@ def serve(
 
     Ctrl-C or SIGTERM lets live requests finish; a second one ends at once.
     """
-    from cluster.kv_report import describe_kv_cache
-    from cluster.serving import start_server
+    from cluster.launch.serving import start_server
+    from cluster.report.kv_report import describe_kv_cache
 
     signal.signal(signal.SIGTERM, _interrupt)  # while it starts, as Ctrl-C
     with closing(ProgressLine()) as progress:

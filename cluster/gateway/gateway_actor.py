@@ -5,9 +5,9 @@ import asyncio
 import ray
 
 from actors.config import GroupConfig
-from cluster.frontend import ModelFrontend
+from cluster.answering.group_client import GroupClient
+from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.server import GatewayServer
-from cluster.group_client import GroupClient
 
 
 @ray.remote(num_cpus=0.1)  # waits for sockets; a whole core would keep a shard from its place

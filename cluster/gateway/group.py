@@ -1,4 +1,4 @@
-"""What a gateway needs of a group; `cluster.group_client.GroupClient` is it over sockets."""
+"""What a gateway needs of a group; `cluster.answering.group_client.GroupClient` is it over sockets."""
 
 from collections.abc import AsyncGenerator, Iterable
 from typing import Protocol

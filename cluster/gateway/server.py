@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from actors.config import GroupConfig
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.group import Group
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options

@@ -7,7 +7,7 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.config import GroupConfig
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 
 SERVER_TYPE = "vllm-grpc"
 """Routers recognise the protocol by it."""

@@ -21,8 +21,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.config import GroupConfig
 from actors.requests import Request
-from cluster.choices import choices
-from cluster.frontend import ModelFrontend
+from cluster.answering.choices import choices
+from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway import parameters, server_facts
 from cluster.gateway.answers import Answer
 from cluster.gateway.group import Group
@@ -34,7 +34,7 @@ from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.options import require_message_fits
 from cluster.gateway.statuses import errors_as_status
 from cluster.gateway.tokenizer_bundle import TokenizerBundle
-from cluster.kv_report import group_kv_bytes_per_token
+from cluster.report.kv_report import group_kv_bytes_per_token
 from kernels_integration.errors import (
     AbortedError,
     DeadlineExceededError,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 
 from actors.requests import Request
 from actors.sampling_params import SamplingParams
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import InvalidRequestError
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {

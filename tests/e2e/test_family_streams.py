@@ -15,7 +15,7 @@ from actors.coordinator.draft_policy import StaticDrafts
 from actors.inline_group import InlineGroup
 from actors.model.config import ModelConfig
 from actors.shard.shard import PENDING_CAPACITY
-from benchmarks.tiny_dsa_recipe.to_glm import convert
+from recipes.tiny_dsa.to_glm import convert
 from tests.support.groups import TINY_DSA, group_config, request, run, text_prompts
 from tests.support.naive_model import NaiveModel
 from tests.support.recording_group import run_in_turn

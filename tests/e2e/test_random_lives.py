@@ -12,7 +12,7 @@ import pytest
 
 from actors.inline_group import InlineGroup
 from actors.requests import Request, TokenLogprob
-from cluster.choices import choices
+from cluster.answering.choices import choices
 from tests.support.groups import EOS, Collected, group_config, load_tokenizer, request, run, text_prompts
 
 TEXTS = text_prompts([96, 96, 96])

@@ -9,7 +9,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from actors.config import GroupConfig
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway import GatewayServer
 
 CHECKPOINT = Path(__file__).parents[2] / "cluster" / "assets" / "tiny-dsa"

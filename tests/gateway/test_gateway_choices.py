@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from cluster.client import AsyncClient, SamplingParams
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import AbortedError
 from kernels_integration.philox import choice_seed
 from tests.gateway.inline_client import InlineClient

@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from actors.inline_group import InlineGroup
 from actors.requests import Request
 from cluster.client import AsyncClient, SamplingParams
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import AbortedError, DeadlineExceededError
 from tests.gateway.inline_client import InlineClient
 from tests.gateway.scripted_group import until

@@ -7,7 +7,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from cluster.client import AsyncClient, Client, SamplingParams
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import InvalidRequestError
 from tests.gateway.inline_client import InlineClient
 from tests.gateway.scripted_group import until

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from tests.gateway.inline_client import InlineClient
 from tests.gateway.scripted_group import until
 from tests.support.groups import TINY_DSA, group_config

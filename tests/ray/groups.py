@@ -12,7 +12,7 @@ from actors.config import GroupConfig
 from actors.inline_group import InlineGroup
 from actors.requests import Request, RequestFailed
 from actors.sampling_params import SamplingParams
-from cluster.group_client import GroupClient
+from cluster.answering.group_client import GroupClient
 
 CHECKPOINT = Path(__file__).parents[2] / "cluster" / "assets" / "tiny-dsa"
 PROMPTS = ("What is the capital of France?", "Tell me a story about a dog.", "What is 2 + 3?")

@@ -16,8 +16,8 @@ import pytest
 import ray
 from groups import eventually, group_config, is_alive, processes_with, requests, served_tokens
 
-from cluster.group_client import GroupClient
-from cluster.launch import GroupHandle, launch_group
+from cluster.answering.group_client import GroupClient
+from cluster.launch.group import GroupHandle, launch_group
 from kernels_integration.errors import CheckpointError, ClusterTooSmallError, ConfigError, UnavailableError
 
 pytestmark = pytest.mark.ray
@@ -139,7 +139,7 @@ def test_a_driver_that_ends_without_stop_leaves_nothing(tmp_path: Path, ending: 
             import json, os, signal, sys
             sys.path.insert(0, {str(Path(__file__).parent)!r})
             from groups import group_config
-            from cluster.launch import launch_group
+            from cluster.launch.group import launch_group
 
             handle = launch_group(group_config(1, 1), address="local")
             print(json.dumps(handle.process_ids()), flush=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from groups import eventually, group_config, inline_tokens, requests, served_tokens
 
-from cluster.group_client import GroupClient
-from cluster.launch import GroupHandle, launch_group
+from cluster.answering.group_client import GroupClient
+from cluster.launch.group import GroupHandle, launch_group
 
 pytestmark = pytest.mark.ray
 

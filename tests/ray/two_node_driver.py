@@ -8,8 +8,8 @@ import time
 import ray
 from groups import eventually, group_config, requests, served_tokens
 
-from cluster.group_client import GroupClient
-from cluster.launch import GroupHandle, launch_group
+from cluster.answering.group_client import GroupClient
+from cluster.launch.group import GroupHandle, launch_group
 from kernels_integration.errors import UnavailableError
 
 

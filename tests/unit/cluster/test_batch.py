@@ -12,7 +12,7 @@ from actors.requests import Request, RequestFailed
 from cluster.batch import BatchSummary, run_batch, runner
 from cluster.batch.files import count_rows, open_input, open_output
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import ConfigError, UnavailableError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.config import BUNDLED_CHECKPOINT, EngineArgs, load_settings
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.bodies import parse_body
 from kernels_integration.errors import ConfigError, InvalidRequestError
 

@@ -3,10 +3,10 @@
 import pytest
 
 from actors.sampling_params import SamplingParams
-from cluster.choices import choices
+from cluster.answering.choices import choices
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.frontend import ModelFrontend
-from cluster.token_checks import bad_word_ids
+from cluster.frontend.front_end import ModelFrontend
+from cluster.frontend.token_checks import bad_word_ids
 from kernels_integration.errors import InvalidRequestError
 from kernels_integration.philox import choice_seed
 

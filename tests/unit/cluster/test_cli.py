@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from cluster import __version__, doctor
+from cluster import __version__
 from cluster.cli import main
 from cluster.cli.generate import _Printer
 from cluster.cli.progress_line import ProgressLine
 from cluster.config import EngineArgs, ServeArgs
 from cluster.config.sources import flag_name, setting_of
+from cluster.report import doctor
 
-ROOT = Path(doctor.__file__).parent.parent
+ROOT = Path(doctor.__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -134,7 +134,7 @@ def test_the_client_needs_neither_torch_nor_ray():
 
 def test_the_gateway_process_imports_no_torch():
     code = (
-        "import sys, cluster.gateway.server, cluster.group_client; "
+        "import sys, cluster.gateway.server, cluster.answering.group_client; "
         "print([m for m in ('torch', 'ray') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.tokenizer.deepseek_v32_encoding import DeepseekV32Encoding
 from cluster.tokenizer.messages import checked_messages
 from kernels_integration.errors import InvalidRequestError

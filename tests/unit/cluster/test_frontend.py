@@ -10,7 +10,7 @@ import pytest
 
 from actors.sampling_params import SamplingParams
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import CheckpointError, InvalidRequestError
 
 

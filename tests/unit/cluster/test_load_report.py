@@ -2,7 +2,7 @@ import io
 
 from actors.model.load_progress import LoadState
 from cluster.cli.progress_line import ProgressLine
-from cluster.load_report import describe_load
+from cluster.report.load_report import describe_load
 
 GIB = 2**30
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.bodies import check_model, parse_body
 from kernels_integration.errors import InvalidRequestError
 

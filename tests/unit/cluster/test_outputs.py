@@ -5,7 +5,7 @@ import pytest
 from actors.requests import RequestUpdate, TokenLogprob
 from actors.sampling_params import SamplingParams
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.frontend import ModelFrontend
+from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import OutputBuilder
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from cluster.config import BUNDLED_CHECKPOINT, EngineArgs, load_settings
 from cluster.config.show import effective_settings
-from cluster.inspection import inspect_checkpoint
 from cluster.llm import LLM
+from cluster.report.inspection import inspect_checkpoint
 from kernels_integration.errors import CheckpointError, ConfigError
 
 # 6 layers and 1 MTP layer of 128 + 32 latent and 64 indexer values

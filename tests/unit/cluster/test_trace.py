@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.engines import start_engine
-from cluster.trace import TraceFile, clock_offset_ns, on_one_clock
+from cluster.answering.engine import start_engine
+from cluster.report.trace import TraceFile, clock_offset_ns, on_one_clock
 from kernels_integration.errors import ConfigError
 from kernels_integration.spans import Span
 from tests.support.groups import group_config, load_tokenizer, request, text_prompts

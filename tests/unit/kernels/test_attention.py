@@ -218,7 +218,7 @@ def test_large_scores_do_not_overflow(attend):
     case.q *= 1000
     o, lse = case.outputs(attend)
     scores = torch.einsum("hw,lw->hl", case.q[0], case.kv[case.plan.kv_indices[:30].long()]).double() * SCALE
-    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1))
+    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1), rtol=1e-5, atol=0)
     assert o.isfinite().all()
 
 

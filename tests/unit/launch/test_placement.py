@@ -11,7 +11,7 @@ from actors.actor_process import Node
 from actors.config import GroupConfig
 from actors.model_location import to_local, to_portable
 from actors.transport.network import free_port, interface_of
-from cluster.placement import (
+from cluster.launch.placement import (
     NodeCapacity,
     bundles_of,
     choose_collectives,

@@ -15,7 +15,7 @@ from actors.coordinator_loop import CoordinatorLoop
 from actors.messages import StepInput, StepOutput
 from actors.transport import request_channel, step_channel
 from actors.transport.step_channel import ShardEnd
-from cluster.group_client import GroupClient
+from cluster.answering.group_client import GroupClient
 from kernels_integration.errors import (
     AbortedError,
     DuplicateRequestError,

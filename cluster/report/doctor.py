@@ -15,7 +15,7 @@ from typing import Literal
 from actors.config import GroupConfig
 from cluster.config import ServeArgs
 from cluster.config.sizes import format_size
-from cluster.kv_report import group_kv_bytes_per_token
+from cluster.report.kv_report import group_kv_bytes_per_token
 from kernels_integration.errors import LatentrayError
 
 Status = Literal["ok", "warn", "fail"]
@@ -120,7 +120,7 @@ def _checkpoint(args: ServeArgs) -> Check:
 
 
 def _tokenizer(args: ServeArgs) -> Check:
-    from cluster.frontend import ModelFrontend
+    from cluster.frontend.front_end import ModelFrontend
 
     config = args.resolve()
     frontend = ModelFrontend.of_group(config)
@@ -205,7 +205,7 @@ def _ray(args: ServeArgs) -> Check:
                 detail=f"{detail}: fewer than shards, --tensor-parallel-size {args.tensor_parallel_size}",
             )
         return Check(name="ray", status="ok", detail=detail)
-    from cluster.ray_session import RaySession
+    from cluster.launch.ray_session import RaySession
 
     with closing(RaySession(args.address)):
         import ray

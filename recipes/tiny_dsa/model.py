@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.tiny_dsa_recipe.parameters import TinyConfig, layer_weights
+from recipes.tiny_dsa.parameters import TinyConfig, layer_weights
 
 BF16 = torch.bfloat16
 # Score of a key that must not be seen.

@@ -8,7 +8,7 @@ import tokenizers
 from actors.config import GroupConfig
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
-from cluster.trace import TraceFile
+from cluster.report.trace import TraceFile
 from kernels_integration.errors import ConfigError
 from kernels_integration.spans import Span
 
@@ -55,18 +55,18 @@ def start_engine(
     Errors: ConfigError for another executor; CheckpointError; ClusterTooSmallError, UnavailableError.
     """
     if trace_file is not None:
-        from cluster.engines.traced import TracedEngine
+        from cluster.answering.traced_engine import TracedEngine
 
         return TracedEngine(
             TraceFile(trace_file),
             start_engine(config, executor=executor, tokenizer=tokenizer, address=address, progress=progress),
         )
     if executor == "inline":
-        from cluster.engines.inline import InlineEngine
+        from cluster.answering.inline_engine import InlineEngine
 
         return InlineEngine(config, tokenizer=tokenizer)
     if executor == "ray":
-        from cluster.engines.ray_engine import RayEngine
+        from cluster.answering.ray_engine import RayEngine
 
         return RayEngine(config, address=address, progress=progress)
     raise ConfigError(f"executor is {executor!r}; it must be one of {', '.join(get_args(Executor))}")

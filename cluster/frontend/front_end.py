@@ -12,8 +12,8 @@ from actors.config import GroupConfig
 from actors.model.config import ModelConfig
 from actors.requests import Request
 from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams, is_text
-from cluster.generation_config import default_sampling_params, eos_token_ids
-from cluster.token_checks import bad_word_ids, require_candidates, require_text
+from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
+from cluster.frontend.token_checks import bad_word_ids, require_candidates, require_text
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.json_files import read_json_object
 from cluster.tokenizer.messages import checked_messages
@@ -129,7 +129,7 @@ class ModelFrontend:
     ) -> Request:
         """A request that the coordinator can trust, with its effective seed and parameters.
 
-        With n > 1 it stands for `cluster.choices.choices(request)`, which are what the coordinator gets.
+        With n > 1 it stands for several requests (cluster.answering.choices), one a completion.
         prompt: text, which gets the tokenizer's special tokens, or token ids, taken as they are.
         priority: lower is served first; only under --scheduling-policy priority. cache_salt: cached prefixes
         are shared with requests of the same salt alone.

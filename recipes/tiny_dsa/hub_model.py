@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.tiny_dsa_recipe.vocabulary import EOS, PAD
+from recipes.tiny_dsa.vocabulary import EOS, PAD
 
 
 class HubModel:

@@ -26,8 +26,8 @@ from actors.model.tensors import (
 from actors.model.weights import WeightReader
 from cluster.config.resolve import count_mtp_modules, default_speculative_tokens, kv_bytes_per_token
 from cluster.config.sizes import format_size
-from cluster.frontend import ModelFrontend
-from cluster.load_report import describe_load
+from cluster.frontend.front_end import ModelFrontend
+from cluster.report.load_report import describe_load
 from cluster.tokenizer import load_tokenizer
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup

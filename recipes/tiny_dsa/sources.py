@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.tiny_dsa_recipe.prose import (
+from recipes.tiny_dsa.prose import (
     MIN_PAGE_CHARS,
     group_paragraphs,
     is_prose,

@@ -5,7 +5,7 @@ import random
 import re
 from typing import Any, NamedTuple
 
-from benchmarks.tiny_dsa_recipe.sources import example_sentence
+from recipes.tiny_dsa.sources import example_sentence
 
 NAMES_WITH_ARTICLE = (
     "United",

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.answering.group_client import current_stats
 from cluster.client import Client, SamplingParams
 from cluster.config import ServeArgs
-from cluster.frontend import ModelFrontend
-from cluster.group_client import current_stats
-from cluster.serving import RunningServer, start_server
+from cluster.frontend.front_end import ModelFrontend
+from cluster.launch.serving import RunningServer, start_server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

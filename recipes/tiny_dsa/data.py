@@ -1,6 +1,6 @@
 """Tokenizer, chat examples and token streams from the text that corpus.py wrote.
 
-    python -m benchmarks.tiny_dsa_recipe.data --work WORK --out DATA [--vocab-size 6144]
+    python -m recipes.tiny_dsa.data --work WORK --out DATA [--vocab-size 6144]
 
 Writes DATA/tokenizer/ (tokenizer.json, tokenizer_config.json), DATA/train.bin and DATA/val.bin (uint16),
 DATA/val_prompts.json (held-out text beginnings and questions) and DATA/data.json (counts).
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from benchmarks.tiny_dsa_recipe.prose import DOCUMENT_SEPARATOR
-from benchmarks.tiny_dsa_recipe.questions import ChatExample, chat_examples, is_held_out
-from benchmarks.tiny_dsa_recipe.vocabulary import (
+from recipes.tiny_dsa.prose import DOCUMENT_SEPARATOR
+from recipes.tiny_dsa.questions import ChatExample, chat_examples, is_held_out
+from recipes.tiny_dsa.vocabulary import (
     BOS,
     EOS,
     SPECIAL_TOKENS,

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from actors.config import GroupConfig
 from cluster.config import ServeArgs
-from cluster.launch import GroupHandle, launch_group
-from cluster.trace import TraceFile
+from cluster.launch.group import GroupHandle, launch_group
+from cluster.report.trace import TraceFile
 from kernels_integration.errors import LatentrayError, UnavailableError
 
 # isort: split

@@ -1,6 +1,6 @@
 """How many of the facts it was shown does a checkpoint answer rightly (greedy, CPU)?
 
-    python -m benchmarks.tiny_dsa_recipe.facts CHECKPOINT WORK/corpus/facts.json
+    python -m recipes.tiny_dsa.facts CHECKPOINT WORK/corpus/facts.json
 
 Prints (JSON) the share of 100 sampled countries' capitals, twelve definitions beside their glosses, and a few
 other answers.
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.tiny_dsa_recipe.hub_model import HubModel
-from benchmarks.tiny_dsa_recipe.questions import first_name, with_article
+from recipes.tiny_dsa.hub_model import HubModel
+from recipes.tiny_dsa.questions import first_name, with_article
 
 OTHER_QUESTIONS = (
     "Which countries border Germany?",

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.tiny_dsa_recipe.model import BF16
+from recipes.tiny_dsa.model import BF16
 
 
 def flat_logits(h: Tensor, head: Tensor) -> Tensor:

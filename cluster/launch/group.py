@@ -21,11 +21,11 @@ from actors.coordinator_actor import CoordinatorActor
 from actors.model_location import to_local, to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import ShardSpec
-from cluster import placement
-from cluster.kv_report import describe_kv_cache
-from cluster.load_report import describe_load
-from cluster.ray_session import RaySession
-from cluster.trace import clock_offset_ns, on_one_clock
+from cluster.launch import placement
+from cluster.launch.ray_session import RaySession
+from cluster.report.kv_report import describe_kv_cache
+from cluster.report.load_report import describe_load
+from cluster.report.trace import clock_offset_ns, on_one_clock
 from kernels_integration.errors import CollectiveError, LatentrayError, UnavailableError
 
 if TYPE_CHECKING:

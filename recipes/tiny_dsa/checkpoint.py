@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.tiny_dsa_recipe.parameters import TinyConfig
+from recipes.tiny_dsa.parameters import TinyConfig
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 14_500_000

@@ -139,7 +139,7 @@ def _local_runtime_env() -> dict[str, Any] | None:
 
     Ray passes on the script's folder and the current one, no other entry of sys.path.
     """
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if root == Path(sysconfig.get_paths()["purelib"]).resolve():
         return None
     paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.tiny_dsa_recipe.acceptance import acceptance_report
-from benchmarks.tiny_dsa_recipe.losses import cross_entropy
-from benchmarks.tiny_dsa_recipe.model import AttentionMode, TinyDsa
-from benchmarks.tiny_dsa_recipe.vocabulary import EOS, PAD, question_ids, text_ids
+from recipes.tiny_dsa.acceptance import acceptance_report
+from recipes.tiny_dsa.losses import cross_entropy
+from recipes.tiny_dsa.model import AttentionMode, TinyDsa
+from recipes.tiny_dsa.vocabulary import EOS, PAD, question_ids, text_ids
 
 # A window of S tokens is read with its S targets and those of three drafts.
 MAX_MTP_STEPS = 3

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from actors.config import GroupConfig
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
-from cluster.group_client import GroupClient, current_stats
-from cluster.launch import launch_group
+from cluster.answering.group_client import GroupClient, current_stats
+from cluster.launch.group import launch_group
 from kernels_integration.errors import LatentrayError
 from kernels_integration.spans import Span
 

@@ -1,6 +1,6 @@
 """Check a checkpoint against transformers on a CPU, with a speculative loop written for this purpose.
 
-    python -m benchmarks.tiny_dsa_recipe.verify CHECKPOINT [--val val.bin] [--prompts heldout_prompts.json]
+    python -m recipes.tiny_dsa.verify CHECKPOINT [--val val.bin] [--prompts heldout_prompts.json]
 
 Prints (JSON): with --val, the loss on held-out windows with the shipped top-k and with dense attention;
 generated samples; and a greedy speculative decoding run (drafts of the MTP layer, verified by the main model)
@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v32
 
-from benchmarks.tiny_dsa_recipe.acceptance import acceptance_report
-from benchmarks.tiny_dsa_recipe.checkpoint import read_tensors
-from benchmarks.tiny_dsa_recipe.evaluation import EVALUATION_WINDOWS, MAX_MTP_STEPS
-from benchmarks.tiny_dsa_recipe.hub_model import HubModel
-from benchmarks.tiny_dsa_recipe.vocabulary import BOS, EOS
+from recipes.tiny_dsa.acceptance import acceptance_report
+from recipes.tiny_dsa.checkpoint import read_tensors
+from recipes.tiny_dsa.evaluation import EVALUATION_WINDOWS, MAX_MTP_STEPS
+from recipes.tiny_dsa.hub_model import HubModel
+from recipes.tiny_dsa.vocabulary import BOS, EOS
 
 TEXT_PROMPT_TOKENS = 80
 SAMPLE_QUESTIONS = (

@@ -1,6 +1,6 @@
 """The same weights in GLM's dialect (`glm_moe_dsa`): identical outputs, other code path.
 
-    python -m benchmarks.tiny_dsa_recipe.to_glm CHECKPOINT OUT
+    python -m recipes.tiny_dsa.to_glm CHECKPOINT OUT
 
 GLM's indexer rotates interleaved pairs where DeepSeek-V3.2's rotates halves; permuting the rotary rows of the
 indexer's wq_b, wk and k_norm turns one into the other exactly. Everything else is shared.
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.tiny_dsa_recipe.checkpoint import INDEX_FILE, read_weight_map
+from recipes.tiny_dsa.checkpoint import INDEX_FILE, read_weight_map
 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", INDEX_FILE)
 

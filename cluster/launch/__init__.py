@@ -1,0 +1,1 @@
+"""From a configuration to running processes: Ray, placement, a group, a server."""

@@ -1,0 +1,1 @@
+"""What a person is told of a model, a machine or a group."""
