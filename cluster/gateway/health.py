@@ -44,6 +44,15 @@ class GroupHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             )
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
+    async def List(  # noqa: N802
+        self, request: health_pb2.HealthListRequest, context: aio.ServicerContext
+    ) -> health_pb2.HealthListResponse:
+        statuses = {
+            service: health_pb2.HealthCheckResponse(status=self._status(service))
+            for service in self._services
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext
     ) -> None:

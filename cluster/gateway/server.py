@@ -6,7 +6,6 @@ import socket
 
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from actors.config import GroupConfig
@@ -14,6 +13,7 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.group import Group
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
+from cluster.gateway.reflection import add_reflection
 from cluster.gateway.servicer import SERVICE_NAME, VllmEngineServicer
 from kernels_integration.errors import ConfigError, UnavailableError
 
@@ -64,8 +64,7 @@ class GatewayServer:
         server = aio.server(options=server_options(self._max_message_bytes))
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        add_reflection((SERVICE_NAME, health.SERVICE_NAME), server)
         try:
             self.port = server.add_insecure_port(self.address)
         except RuntimeError as error:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -59,22 +60,41 @@ async def test_health_follows_the_group(serve, stub_of):
                 assert (await anext(watch)).status == status
         unknown = health_pb2.HealthCheckRequest(service="other")
         assert await status_of(health.Check(unknown)) is grpc.StatusCode.NOT_FOUND
+        listed = (await health.List(health_pb2.HealthListRequest())).statuses
+        assert {name: listed[name].status for name in listed} == dict.fromkeys(names, NOT_SERVING)
         first = await anext(aiter(health.Watch(unknown)))
         assert first.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-async def test_reflection_lists_and_describes_the_services(serve):
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_and_describes_the_services(serve, version):
+    """The messages of both versions are the same bytes; the descriptor of v1 must be built from its own."""
     server = await serve(ScriptedGroup())
+    own = f"grpc.reflection.{version}.ServerReflection"
     async with grpc.aio.insecure_channel(server.address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = channel.stream_stream(
+            f"/{own}/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
         asked = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=own),
         ]
-        services, file = [answer async for answer in stub.ServerReflectionInfo(iter(asked))]
-    names = {service.name for service in services.list_services_response.service}
-    assert {SERVICE_NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+        services, file, own_file = [answer async for answer in call(iter(asked))]
+    assert {service.name for service in services.list_services_response.service} == {
+        SERVICE_NAME,
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
     assert b"GenerateRequest" in file.file_descriptor_response.file_descriptor_proto[0]
+    pool = DescriptorPool()
+    for data in own_file.file_descriptor_response.file_descriptor_proto:
+        pool.AddSerializedFile(data)
+    method = pool.FindServiceByName(own).methods_by_name["ServerReflectionInfo"]
+    assert method.input_type.full_name == f"grpc.reflection.{version}.ServerReflectionRequest"
 
 
 async def test_the_tokenizer_is_a_zip_with_its_sha_on_the_last_chunk(serve, stub_of, config):
