@@ -12,19 +12,18 @@ import queue
 import socket
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
 
 import zmq
 
 from actors.messages import StepInput, StepOutput
-from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.request_desk import RequestDesk, RequestPolicy
 from actors.stats import GroupStats
 from actors.transport import request_channel, step_channel
-from actors.transport.request_channel import Abort, ClientId, Goodbye, GroupBeat, Submit
+from actors.transport.request_channel import GroupBeat
 from actors.transport.step_channel import ShardFailure
-from kernels_integration.errors import DuplicateRequestError, LatentrayError, UnavailableError
+from kernels_integration.errors import LatentrayError, UnavailableError
 from kernels_integration.spans import Spans
 
 logger = logging.getLogger(__name__)
@@ -33,21 +32,15 @@ TICK_S = 0.5
 """Beats are sent and silent peers are looked for this often."""
 
 
-class StepPolicy(Protocol):
+class StepPolicy(RequestPolicy, Protocol):
     """What the loop drives: `actors.coordinator.Coordinator`, or a scripted one in tests."""
 
     @property
     def has_work(self) -> bool: ...
 
-    def submit(self, request: Request) -> None: ...
-
-    def abort(self, request_ids: list[str]) -> None: ...
-
     def schedule(self) -> StepInput | None: ...
 
     def process(self, output: StepOutput) -> None: ...
-
-    def take_updates(self) -> list[RequestUpdate | RequestFailed]: ...
 
     def stats(self) -> GroupStats: ...
 
@@ -74,8 +67,7 @@ class CoordinatorLoop:
         self._tick_s = tick_s
         self._clock = clock
         self._spans = spans or Spans(is_on=False)
-        self._owners: dict[str, ClientId] = {}
-        """Front end of each live request."""
+        self._desk = RequestDesk(coordinator, clients)
         self._steps_in_flight: set[int] = set()
         self._failure: LatentrayError | None = None
         self._ended = threading.Event()
@@ -103,7 +95,7 @@ class CoordinatorLoop:
                     self._fail(LatentrayError(f"the coordinator failed: {type(error).__name__}: {error}"))
         finally:
             self._stopping = True
-            self._end_requests(UnavailableError("the group is stopping"))
+            self._desk.fail(UnavailableError("the group is stopping"))
             self._beat()
             self._shards.stop_shards()
             self._shards.close()
@@ -136,10 +128,10 @@ class CoordinatorLoop:
         if self._shards.socket in ready:
             self._take_reports()
         if self._clients.socket in ready:
-            self._take_requests()
+            self._desk.receive(self._group_beat(), self._refusal)
         self._schedule()
         with self._spans("updates"):
-            self._send_updates()
+            self._desk.send_updates()
         if self._clock() >= self._next_tick_s or self._is_healthy != self._was_healthy:
             self._tick()
 
@@ -157,37 +149,12 @@ class CoordinatorLoop:
                 self._coordinator.process(message)
                 self._schedule()
 
-    def _take_requests(self) -> None:
-        for client, message in self._clients.receive():
-            if isinstance(message, Submit):
-                self._submit(client, message.request)
-            elif isinstance(message, Abort):
-                self._abort([r for r in message.request_ids if r in self._owners])
-            elif isinstance(message, Goodbye):
-                self._abort([r for r, owner in self._owners.items() if owner == client])
-            else:
-                self._clients.beat(self._group_beat(), client)
-
-    def _submit(self, client: ClientId, request: Request) -> None:
-        try:
-            if self._failure is not None:
-                raise self._failure
-            if not self._shards.is_ready:
-                raise UnavailableError(self._state)
-            if request.request_id in self._owners:
-                raise DuplicateRequestError(
-                    f"request id {request.request_id!r} belongs to a live request; use another id"
-                )
-            self._coordinator.submit(request)
-        except LatentrayError as error:
-            failed = RequestFailed(request_id=request.request_id, code=error.code, message=str(error))
-            self._clients.send(client, failures=(failed,))
-        else:
-            self._owners[request.request_id] = client
-
-    def _abort(self, request_ids: list[str]) -> None:
-        if request_ids and self._failure is None:
-            self._coordinator.abort(request_ids)
+    @property
+    def _refusal(self) -> LatentrayError | None:
+        """Why no request is taken now; None when they are."""
+        if self._failure is None and not self._shards.is_ready:
+            return UnavailableError(self._state)
+        return self._failure
 
     def _schedule(self) -> None:
         """Send steps until the coordinator wants a report first."""
@@ -198,37 +165,16 @@ class CoordinatorLoop:
             with self._spans("send", step.step):
                 self._shards.send(step)
 
-    def _send_updates(self) -> None:
-        if self._failure is not None:
-            return
-        updates: defaultdict[ClientId, list[RequestUpdate]] = defaultdict(list)
-        failures: defaultdict[ClientId, list[RequestFailed]] = defaultdict(list)
-        for update in self._coordinator.take_updates():
-            owner = self._owners.get(update.request_id)
-            if owner is None:
-                continue
-            if isinstance(update, RequestFailed):
-                failures[owner].append(update)
-                del self._owners[update.request_id]
-            else:
-                updates[owner].append(update)
-                if update.finish_reason is not None:
-                    del self._owners[update.request_id]
-        for owner in updates.keys() | failures.keys():
-            self._clients.send(owner, updates=updates[owner], failures=failures[owner])
-
     def _tick(self) -> None:
         self._next_tick_s = self._clock() + self._tick_s
         for rank in self._shards.silent():
             self._lose(rank, "it has sent no heartbeat")
-        for client in self._clients.take_silent():
-            logger.warning("a front end is gone; its requests are aborted")
-            self._abort([r for r, owner in self._owners.items() if owner == client])
+        self._desk.drop_silent()
         self._beat()
 
     def _beat(self) -> None:
         self._was_healthy = self._is_healthy
-        self._clients.beat(self._group_beat())
+        self._desk.beat(self._group_beat())
 
     def _group_beat(self) -> GroupBeat:
         return GroupBeat(healthy=self._is_healthy, message=self._state, stats=self._coordinator.stats())
@@ -257,17 +203,9 @@ class CoordinatorLoop:
 
     def _fail(self, error: LatentrayError) -> None:
         self._failure = error
-        self._end_requests(error)
+        self._desk.fail(error)
         self._beat()
         self._ended.set()
-
-    def _end_requests(self, error: LatentrayError) -> None:
-        by_owner: defaultdict[ClientId, list[RequestFailed]] = defaultdict(list)
-        for request_id, owner in self._owners.items():
-            by_owner[owner].append(RequestFailed(request_id=request_id, code=error.code, message=str(error)))
-        self._owners.clear()
-        for owner, failures in by_owner.items():
-            self._clients.send(owner, failures=failures)
 
     def _take_stop(self) -> None:
         self._stopping = True
