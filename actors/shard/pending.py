@@ -16,6 +16,8 @@ from torch import Tensor
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
+_NOWHERE = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillRows:
@@ -42,12 +44,14 @@ class PendingRows:
         self._count = np.zeros(num_slots, np.int64)
         self._fell_out = np.zeros(num_slots, bool)
         self._mtp_from = np.ones(num_slots, np.int64)
+        self._carried_to = np.full(num_slots, _NOWHERE)
 
     def reset(self, slot: int) -> None:
         """Forget everything of a slot (admission)."""
         self._count[slot] = 0
         self._fell_out[slot] = False
         self._mtp_from[slot] = 1
+        self._carried_to[slot] = _NOWHERE
 
     def mtp_from(self, slots: Int64s) -> Int64s:
         """[b] first position whose MTP entry a request's rows may see (1 unless rows fell out)."""
@@ -71,10 +75,16 @@ class PendingRows:
         self._tokens.reshape(-1)[rows.numpy()] = token_ids
         self._count[slots] += counts
 
-    def carry(self, slots: Int64s, hidden: Tensor) -> None:
-        """Keep the last state of middle chunks, [b, hidden], for the chunks that follow."""
+    def carry(self, slots: Int64s, positions: Int64s, hidden: Tensor) -> None:
+        """Keep the last state of middle chunks, [b, hidden], for the rows at `positions` [b] that follow."""
         assert not self._count[slots].any(), "rows are pending before the prompt is complete"
+        self._carried_to[slots] = positions
         self._hidden.index_copy_(0, torch.from_numpy(slots * self._capacity), hidden)
+
+    def is_carried(self, slots: Int64s, positions: Int64s) -> NDArray[np.bool_]:
+        """[b] whether the state before the row at each position was carried there by the slot's last chunk."""
+        carried: NDArray[np.bool_] = self._carried_to[slots] == positions
+        return carried
 
     def take_carried(self, slots: Int64s) -> Tensor:
         """[b, hidden]: the state that each request's last chunk carried on."""

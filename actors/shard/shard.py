@@ -211,12 +211,13 @@ class Shard:
     def _fill_prompt(self, step: StepInput, rows: StepRows, hidden: Tensor) -> None:
         """Run the MTP modules over the chunks' own rows: slot p from h[p-1] and t[p]; slot 0 stays empty.
 
-        Of leading rows that the target does not write, the first gives only its h.
+        The first row after a prefix hit gives only its h: nobody has the state before it. The rows of the hit
+        that follow are run, in whichever chunks they come, for the states that later modules need.
         """
         chunks = slice(rows.num_verifies, None)
         slots, starts, counts = rows.slots[chunks], rows.starts[chunks], rows.counts[chunks]
-        readonly = rows.readonly[chunks]
-        firsts = np.maximum(starts + np.minimum(readonly, 1), 1)
+        is_carried = self._pending.is_carried(slots, starts)
+        firsts = np.where(is_carried, starts, starts + 1)
         fills = starts + counts - firsts
         if not fills.sum():
             return
@@ -226,8 +227,8 @@ class Shard:
         positions = firsts[request] + np.arange(len(request)) - (np.cumsum(fills) - fills)[request]
         offsets = positions - starts[request]
         previous = first_rows[request] + offsets - 1
-        continued = np.flatnonzero(starts > 0)
-        if len(continued):  # the state before the chunk was carried on by the chunk before it
+        continued = np.flatnonzero(is_carried)
+        if len(continued):
             carried_row = np.zeros(len(slots), np.int64)
             carried_row[continued] = len(chunk_hidden) + np.arange(len(continued))
             previous = np.where(offsets == 0, carried_row[request], previous)
@@ -241,7 +242,7 @@ class Shard:
             fills[filled],
             token_ids,
             chunk_hidden[torch.from_numpy(previous)],
-            readonly=np.maximum(readonly[filled] - 1, 0),
+            readonly=np.maximum(rows.readonly[chunks] - (firsts - starts), 0)[filled],
         )
 
     def _take_emitted(self, rows: StepRows, num_emitted: Int64s, tokens: Int64s, hidden: Tensor) -> None:
@@ -269,7 +270,8 @@ class Shard:
         )
         if rows.middle.any():
             last_rows = np.cumsum(rows.counts)[rows.middle] - 1
-            self._pending.carry(rows.slots[rows.middle], hidden[torch.from_numpy(last_rows)])
+            following = (rows.starts + rows.counts)[rows.middle]
+            self._pending.carry(rows.slots[rows.middle], following, hidden[torch.from_numpy(last_rows)])
 
     def _mtp_rows(
         self, module: int, slots: Int64s, starts: Int64s, counts: Int64s, readonly: Int64s | None

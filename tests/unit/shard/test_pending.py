@@ -75,9 +75,11 @@ def test_several_requests_are_packed_in_the_order_asked():
 def test_a_chunk_carries_its_last_state_on():
     pending = PendingRows(num_slots=2, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
     one = np.array([1])
-    pending.carry(one, torch.tensor([_state(1, 64)]).double())
+    assert not pending.is_carried(one, np.array([64])).any()
+    pending.carry(one, np.array([64]), torch.tensor([_state(1, 64)]).double())
+    assert pending.is_carried(one, np.array([64])).all()
     assert pending.take_carried(one).tolist() == [_state(1, 64)]
-    pending.carry(one, torch.tensor([_state(1, 128)]).double())
+    pending.carry(one, np.array([128]), torch.tensor([_state(1, 128)]).double())
     assert pending.take_carried(one).tolist() == [_state(1, 128)]
     pending.store(one, np.array([150]), one, np.array([7], np.int32), torch.tensor([_state(1, 150)]).double())
     taken = pending.take(one)
@@ -105,3 +107,11 @@ def test_an_admission_starts_afresh():
     pending.reset(0)
     assert pending.mtp_from(none).tolist() == [1]
     assert pending.counts(none).tolist() == [0]
+
+
+def test_an_admission_forgets_what_was_carried():
+    pending = PendingRows(num_slots=1, capacity=2, hidden_size=2, dtype=torch.float64)
+    none, at = np.array([0]), np.array([9])
+    pending.carry(none, at, torch.tensor([_state(0, 9)]).double())
+    pending.reset(0)
+    assert not pending.is_carried(none, at).any()
