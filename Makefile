@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SMG_VERSION := 1.13.0
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup setup-dev demo serve test test-fast lint format clean
@@ -22,8 +23,14 @@ $(VENV)/.installed: $(VENV)/.python pyproject.toml constraints-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/peers/.smg-$(SMG_VERSION)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[test,lint]'
+	@touch $@
+
+# A router that tests put before a gateway; its dependencies are not ours.
+$(VENV)/peers/.smg-$(SMG_VERSION): $(VENV)/.python
+	$(PYTHON) -m venv $(VENV)/peers/smg
+	$(VENV)/peers/smg/bin/python -m pip install --quiet --disable-pip-version-check smg==$(SMG_VERSION)
 	@touch $@
 
 demo: setup  ## a local Ray group (tp 2, dcp 2, 3 drafts) answers two prompts over gRPC

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_process import SMALL, run, start
+
+from tests.support.cli_process import SMALL, run, start
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli_process import ROOT, SMALL, command, environment
+
+from tests.support.cli_process import ROOT, SMALL, command, environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow]
 

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from cli_process import SMALL, run
+
+from tests.support.cli_process import SMALL, run
 
 pytestmark = pytest.mark.e2e
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli_process import SMALL, run, start
+
+from tests.support.cli_process import SMALL, run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray]
 

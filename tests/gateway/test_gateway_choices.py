@@ -13,9 +13,9 @@ from cluster.client import AsyncClient, SamplingParams
 from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import AbortedError
 from kernels_integration.philox import choice_seed
-from tests.gateway.inline_client import InlineClient
-from tests.gateway.scripted_group import until
 from tests.support.groups import TINY_DSA, group_config
+from tests.support.inline_client import InlineClient
+from tests.support.scripted_group import until
 
 pytestmark = pytest.mark.gateway
 PROMPT = "The function returns"

@@ -15,7 +15,7 @@ from kernels_integration.errors import (
     OverloadedError,
     UnavailableError,
 )
-from tests.gateway.scripted_group import ScriptedGroup, until, update
+from tests.support.scripted_group import ScriptedGroup, until, update
 
 pytestmark = pytest.mark.gateway
 

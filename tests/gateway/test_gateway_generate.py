@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from kernels_integration.errors import DuplicateRequestError, OverloadedError, UnavailableError
-from tests.gateway.scripted_group import ScriptedGroup, echo, logprob_of, until, update
+from tests.support.scripted_group import ScriptedGroup, echo, logprob_of, until, update
 
 pytestmark = pytest.mark.gateway
 

@@ -6,13 +6,13 @@ import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_group import ScriptedGroup
 from typer.testing import CliRunner
 
 from actors.stats import GroupStats, PhaseTimes
 from cluster.cli.main import app
 from cluster.client import AsyncClient
 from kernels_integration.errors import ConfigError
+from tests.support.scripted_group import ScriptedGroup
 
 STATS = GroupStats(
     running=3,

@@ -13,9 +13,9 @@ from actors.requests import Request
 from cluster.client import AsyncClient, SamplingParams
 from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import AbortedError, DeadlineExceededError
-from tests.gateway.inline_client import InlineClient
-from tests.gateway.scripted_group import until
 from tests.support.groups import TINY_DSA, group_config, load_tokenizer, run, text_prompts
+from tests.support.inline_client import InlineClient
+from tests.support.scripted_group import until
 
 pytestmark = pytest.mark.gateway
 QUESTION = "<|bos|><|user|>What is the capital of France?<|assistant|>"

@@ -9,9 +9,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from cluster.client import AsyncClient, Client, SamplingParams
 from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import InvalidRequestError
-from tests.gateway.inline_client import InlineClient
-from tests.gateway.scripted_group import until
 from tests.support.groups import TINY_DSA, group_config, text_prompts
+from tests.support.inline_client import InlineClient
+from tests.support.scripted_group import until
 
 pytestmark = pytest.mark.gateway
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -21,7 +21,7 @@ from cluster.gateway.live_requests import LiveRequest, LiveRequests
 from cluster.gateway.loads import WINDOW_S, Loads
 from cluster.gateway.servicer import SERVICE_NAME
 from kernels_integration.errors import ConfigError
-from tests.gateway.scripted_group import ScriptedGroup, until, update
+from tests.support.scripted_group import ScriptedGroup, until, update
 
 pytestmark = pytest.mark.gateway
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import shutil
 import socket
 import subprocess
 import urllib.error
@@ -14,18 +13,12 @@ from typing import Any
 import pytest
 
 from cluster.frontend.front_end import ModelFrontend
-from tests.gateway.inline_client import InlineClient
-from tests.gateway.scripted_group import until
+from tests.support import peers
 from tests.support.groups import TINY_DSA, group_config
+from tests.support.inline_client import InlineClient
+from tests.support.scripted_group import until
 
-SMG = shutil.which("smg")
-pytestmark = [
-    pytest.mark.gateway,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        SMG is None, reason="no `smg` on PATH; pip install smg (in an environment of its own)"
-    ),
-]
+pytestmark = [pytest.mark.gateway, pytest.mark.slow]
 # The router renders chats of this architecture by its own template, which the bundled model never saw.
 QUESTION = "<|bos|><|user|>What is the capital of Germany?<|assistant|>"
 
@@ -81,7 +74,7 @@ async def router(serve, group, tmp_path) -> AsyncIterator[Router]:
     port = free_port()
     options = ["--worker-urls", f"grpc://{server.address}", "--host", "127.0.0.1", "--port", str(port)]
     log = (tmp_path / "smg.log").open("wb")
-    command = [str(SMG), "launch", *options, "--prometheus-port", str(free_port())]
+    command = [peers.smg(), "launch", *options, "--prometheus-port", str(free_port())]
     process = subprocess.Popen(command, stdout=log, stderr=log)
     router = Router(port)
 
@@ -120,10 +113,11 @@ async def test_the_router_streams_completes_and_aborts(router, group):
     assert text == "The capital of Germany is"
     assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
 
+    penalised = await router.complete(presence_penalty=2.0, max_tokens=8)
+    assert penalised["choices"][0]["finish_reason"] in ("stop", "length")
     with pytest.raises(urllib.error.HTTPError) as caught:
-        await router.complete(presence_penalty=0.5)
+        await router.complete(temperature=-1)
     assert caught.value.code == 400
-    assert b"presence_penalty is 0.5" in caught.value.read()
 
 
 @pytest.mark.parametrize("stream", [True, False])

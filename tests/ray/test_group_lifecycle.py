@@ -14,11 +14,18 @@ from pathlib import Path
 
 import pytest
 import ray
-from groups import eventually, group_config, is_alive, processes_with, requests, served_tokens
 
 from cluster.answering.group_client import GroupClient
 from cluster.launch.group import GroupHandle, launch_group
 from kernels_integration.errors import CheckpointError, ClusterTooSmallError, ConfigError, UnavailableError
+from tests.support.ray_groups import (
+    eventually,
+    group_config,
+    is_alive,
+    processes_with,
+    requests,
+    served_tokens,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -136,9 +143,8 @@ def test_a_driver_that_ends_without_stop_leaves_nothing(tmp_path: Path, ending: 
     script.write_text(
         textwrap.dedent(
             f"""
-            import json, os, signal, sys
-            sys.path.insert(0, {str(Path(__file__).parent)!r})
-            from groups import group_config
+            import json, os, signal
+            from tests.support.ray_groups import group_config
             from cluster.launch.group import launch_group
 
             handle = launch_group(group_config(1, 1), address="local")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from groups import eventually, group_config, inline_tokens, requests, served_tokens
 
 from cluster.answering.group_client import GroupClient
 from cluster.launch.group import GroupHandle, launch_group
+from tests.support.ray_groups import eventually, group_config, inline_tokens, requests, served_tokens
 
 pytestmark = pytest.mark.ray
 

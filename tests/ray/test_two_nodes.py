@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from groups import inline_tokens, requests
-from network_cluster import NetworkCluster, missing_requirement
+
+from tests.support.network_cluster import NetworkCluster, missing_requirement
+from tests.support.ray_groups import inline_tokens, requests
 
 _MISSING = missing_requirement()
 pytestmark = [pytest.mark.ray, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
 
-DRIVER = str(Path(__file__).with_name("two_node_driver.py"))
+DRIVER = str(Path(__file__).parents[1] / "support" / "two_node_driver.py")
 
 
 @pytest.fixture

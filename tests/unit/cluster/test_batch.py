@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import Answer, ScriptedEngine
 
 from actors.requests import Request, RequestFailed
 from cluster.batch import BatchSummary, run_batch, runner
@@ -14,6 +13,7 @@ from cluster.batch.files import count_rows, open_input, open_output
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import ConfigError, UnavailableError
+from tests.support.scripted_engine import Answer, ScriptedEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

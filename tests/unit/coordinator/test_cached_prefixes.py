@@ -1,10 +1,10 @@
 """The prefix cache over the fake shard: what is found, published, kept and given away."""
 
 import pytest
-from fake_shard import anti_oracle, oracle, stream
-from group import Group, group_config, request
 
 from actors.messages import RowKind
+from tests.support.fake_group import Group, group_config, request
+from tests.support.fake_shard import anti_oracle, oracle, stream
 
 BLOCK = 4
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from fake_shard import VOCAB, anti_oracle, oracle, stream
-from group import Group, group_config, request
 
 from actors.messages import RowKind, StepOutput
 from actors.requests import RequestFailed, RequestUpdate
@@ -13,6 +11,8 @@ from kernels_integration.errors import (
     LatentrayError,
     UnavailableError,
 )
+from tests.support.fake_group import Group, group_config, request
+from tests.support.fake_shard import VOCAB, anti_oracle, oracle, stream
 
 
 @pytest.mark.parametrize("k", range(1, 9))

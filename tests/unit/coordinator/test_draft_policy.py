@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from group import Group, group_config, request
 
 from actors.coordinator.draft_policy import (
     PROBE_HORIZON_PER_K,
@@ -15,6 +14,7 @@ from actors.coordinator.draft_policy import (
     StepResult,
     draft_policy_of,
 )
+from tests.support.fake_group import Group, group_config, request
 
 Cost = Callable[[int, int, int], float]
 

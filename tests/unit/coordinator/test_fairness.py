@@ -1,9 +1,8 @@
 """Who gets rows, slots and blocks: long prompts beside short ones, priorities, admission."""
 
-from fake_shard import anti_oracle, stream
-from group import Group, group_config, request
-
 from actors.messages import RowKind
+from tests.support.fake_group import Group, group_config, request
+from tests.support.fake_shard import anti_oracle, stream
 
 
 def first_token_step(group: Group, request_id: str) -> int:

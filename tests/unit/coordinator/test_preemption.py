@@ -1,10 +1,11 @@
 """Pools so small that requests push each other out at every point of their lives."""
 
 import pytest
-from fake_shard import anti_oracle, stream
-from group import Group, group_config, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.support.fake_group import Group, group_config, request
+from tests.support.fake_shard import anti_oracle, stream
 
 
 def run_in_pool(num_blocks: int, prompts, max_tokens: int, **config) -> Group:

@@ -3,8 +3,6 @@
 import random
 
 import pytest
-from fake_shard import stream
-from group import Group, group_config, request
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +16,8 @@ from hypothesis.stateful import (
 
 from actors.requests import Request, RequestFailed
 from kernels_integration.errors import DuplicateRequestError, InvalidRequestError
+from tests.support.fake_group import Group, group_config, request
+from tests.support.fake_shard import stream
 
 BEGINNING = tuple(n % 5 for n in range(33))
 """Prompts share parts of it, so that they find each other's blocks."""

@@ -1,10 +1,10 @@
 """Steps in flight: what is sent before the last one has reported."""
 
 import pytest
-from fake_shard import anti_oracle, oracle, sometimes_right, stream
-from group import Group, group_config, request
 
 from actors.messages import RowKind
+from tests.support.fake_group import Group, group_config, request
+from tests.support.fake_shard import anti_oracle, oracle, sometimes_right, stream
 
 
 def send_all(group: Group) -> int:

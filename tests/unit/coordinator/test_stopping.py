@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import fake_shard
 import pytest
-from fake_shard import oracle, stream
-from group import Group, group_config, request
 from tokenizers import Tokenizer
 
 from actors.coordinator.stopping import StopStringFinder
+from tests.support import fake_shard
+from tests.support.fake_group import Group, group_config, request
+from tests.support.fake_shard import oracle, stream
 
 TINY_DSA = Path(__file__).parents[3] / "cluster/assets/tiny-dsa/tokenizer.json"
 K = 4

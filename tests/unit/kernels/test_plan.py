@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_reference import plan_serially
 
 from kernels_integration.errors import PlanError
 from kernels_integration.plan import SparseMLAPlan, _plan_split, build_plan, plan_from_indptr, validate_plan
 from kernels_integration.planner import StepPlanner
 from kernels_integration.selection import Selection
+from tests.support.plan_reference import plan_serially
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "plan_vectors.json").read_text())["vectors"]
 ARRAYS = ("work_indptr", "work_info", "reduce_indptr", "reduce_final_map", "reduce_partial_map")

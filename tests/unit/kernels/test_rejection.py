@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from test_sampling import make_rows, on_ranks
 
 from actors.acceptance import StandardJudgement, accept_uniform, count_emitted, standard_tokens
 from kernels_integration.philox import Purpose, philox4x32, split64
 from kernels_integration.rejection import draw, judge, probabilities
 from tests.support.reference import filtered_probabilities
+from tests.unit.kernels.test_sampling import make_rows, on_ranks
 
 FILTERS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.8, "min_p": 0.05}]
 

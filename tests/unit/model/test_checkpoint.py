@@ -4,8 +4,6 @@ import pickle
 
 import pytest
 import torch
-from groups_for_tests import run_ranks
-from random_checkpoint import BASE_CONFIG, write_random_checkpoint
 from safetensors.torch import load_file, save_file
 
 from actors.model.checkpoint import Checkpoint
@@ -16,6 +14,8 @@ from actors.model.weights import WeightReader
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
+from tests.support.model_ranks import run_ranks
+from tests.support.random_checkpoint import BASE_CONFIG, write_random_checkpoint
 
 SOLO = SoloCollectives()
 SOLO_DCP = DcpGroup(1, SOLO)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from groups_for_tests import Rank, run_ranks
-from rows_for_tests import Chunk
-from transformers_reference import Reference
 
+from tests.support.model_ranks import Rank, run_ranks
+from tests.support.model_rows import Chunk
 from tests.support.naive_model import NaiveModel
 from tests.support.tiny_models import FAMILIES, write_tiny_model
+from tests.support.transformers_reference import Reference
 
 LENGTH = 64
 """Four times index_topk."""

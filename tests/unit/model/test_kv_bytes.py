@@ -7,9 +7,10 @@ in this computation happens about once in 10^8 scales.
 
 import pytest
 import torch
-from groups_for_tests import Rank, run_ranks
-from random_checkpoint import write_random_checkpoint
-from rows_for_tests import Chunk
+
+from tests.support.model_ranks import Rank, run_ranks
+from tests.support.model_rows import Chunk
+from tests.support.random_checkpoint import write_random_checkpoint
 
 LENGTH = 90
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from random_checkpoint import write_random_checkpoint
 
 from actors.model import linear
 from actors.model.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from actors.model.linear import Linear
 from actors.model.moe import MixtureOfExperts
 from actors.model.rope_config import read_rope
 from actors.model.weights import WeightReader
+from tests.support.random_checkpoint import write_random_checkpoint
 
 GENERATOR = torch.Generator().manual_seed(0)
 

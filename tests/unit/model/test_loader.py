@@ -8,10 +8,8 @@ import sys
 
 import pytest
 import torch
-from groups_for_tests import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_checkpoint import BASE_CONFIG, write_random_checkpoint
 from safetensors.torch import load_file, save_file
 
 from actors.model.checkpoint import Checkpoint
@@ -23,6 +21,8 @@ from kernels_integration.collectives import SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
+from tests.support.model_ranks import run_ranks
+from tests.support.random_checkpoint import BASE_CONFIG, write_random_checkpoint
 
 SOLO = SoloCollectives()
 SOLO_DCP = DcpGroup(1, SOLO)
@@ -286,7 +286,7 @@ def test_stacked_and_single_at_once(path):
 
 def test_stacked_fp8(tmp_path):
     """Halves end where blocks do: read. Else the blocks of gate and up would mix: refused."""
-    from fp8_for_tests import is_kept_high, make_fp8
+    from tests.support.fp8_weights import is_kept_high, make_fp8
 
     for block, is_legal in (((8, 16), True), ((16, 16), False)):
         path = write_random_checkpoint(tmp_path / str(block[0]))
@@ -349,7 +349,7 @@ def test_a_tied_head_that_differs(path):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_bytes_are_foreseen(path, size, fp8):
-    from fp8_for_tests import make_fp8
+    from tests.support.fp8_weights import make_fp8
 
     if fp8:
         make_fp8(path, (16, 16))
@@ -373,7 +373,7 @@ def load_and_count(config, path, tp, dcp):
 
 
 def distinct_storages(model):
-    from test_quantization import tensors_of
+    from tests.unit.model.test_quantization import tensors_of
 
     parameters = [t for t in tensors_of(model) if t.is_floating_point() and t is not model.frequencies]
     return list({t.untyped_storage().data_ptr(): t for t in parameters}.values())

@@ -3,11 +3,11 @@ import json
 import math
 
 import pytest
-from random_checkpoint import BASE_CONFIG
 
 from actors.model.config import ModelConfig
 from actors.model.tensors import main_tensor_shapes, parameter_counts
 from kernels_integration.errors import CheckpointError, ConfigError
+from tests.support.random_checkpoint import BASE_CONFIG
 
 YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
 GLM = {"model_type": "glm_moe_dsa"}

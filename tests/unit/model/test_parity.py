@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from groups_for_tests import Rank
-from rows_for_tests import Chunk
+
+from tests.support.model_ranks import Rank
+from tests.support.model_rows import Chunk
 
 TOLERANCE = 1e-4
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from groups_for_tests import Rank, run_ranks
-from random_checkpoint import write_random_checkpoint
-from rows_for_tests import Chunk
+
+from tests.support.model_ranks import Rank, run_ranks
+from tests.support.model_rows import Chunk
+from tests.support.random_checkpoint import write_random_checkpoint
 
 TOPOLOGIES = [(2, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 4), (4, 4, 1), (4, 4, 16)]
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from groups_for_tests import Rank
-from random_checkpoint import write_random_checkpoint
-from rows_for_tests import Chunk
-from transformers_reference import MtpReference, Reference, set_latent_eps
+
+from tests.support.model_ranks import Rank
+from tests.support.model_rows import Chunk
+from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.transformers_reference import MtpReference, Reference, set_latent_eps
 
 VARIANTS = {
     "base": {},

@@ -5,11 +5,8 @@ import math
 
 import pytest
 import torch
-from fp8_for_tests import QUANTIZATION, make_fp8, quantize, reference
-from groups_for_tests import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_checkpoint import BASE_CONFIG, write_random_checkpoint
 from safetensors.torch import load_file, save_file
 
 from actors.model import checkpoint as checkpoint_module
@@ -21,6 +18,9 @@ from actors.model.weights import WeightReader
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
+from tests.support.fp8_weights import QUANTIZATION, make_fp8, quantize, reference
+from tests.support.model_ranks import run_ranks
+from tests.support.random_checkpoint import BASE_CONFIG, write_random_checkpoint
 
 SOLO = SoloCollectives()
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import zmq
-from scripted import EchoShard, ScriptedCoordinator, request
 
 from actors.coordinator_loop import CoordinatorLoop
 from actors.messages import StepInput, StepOutput
@@ -23,6 +22,7 @@ from kernels_integration.errors import (
     OverloadedError,
     UnavailableError,
 )
+from tests.support.scripted_coordinator import EchoShard, ScriptedCoordinator, request
 
 Execute = Callable[[StepInput, Callable[[StepOutput], None]], None]
 

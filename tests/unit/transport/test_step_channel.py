@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from scripted import step_input, step_output
 
 from actors.messages import StepOutput
 from actors.transport.step_channel import CoordinatorEnd, ShardEnd, ShardFailure
+from tests.support.scripted_coordinator import step_input, step_output
 
 
 @pytest.fixture

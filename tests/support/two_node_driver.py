@@ -6,11 +6,11 @@ import sys
 import time
 
 import ray
-from groups import eventually, group_config, requests, served_tokens
 
 from cluster.answering.group_client import GroupClient
 from cluster.launch.group import GroupHandle, launch_group
 from kernels_integration.errors import UnavailableError
+from tests.support.ray_groups import eventually, group_config, requests, served_tokens
 
 
 def say(**facts: object) -> None:

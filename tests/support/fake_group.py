@@ -2,14 +2,13 @@
 
 from collections import Counter, deque
 
-from fake_shard import FakeShard, sometimes_right
-
 from actors.config import GroupConfig
 from actors.coordinator.coordinator import Coordinator
 from actors.coordinator.draft_policy import StaticDrafts
 from actors.messages import StepInput, StepOutput, decode_input, decode_output, encode
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.sampling_params import SamplingParams
+from tests.support.fake_shard import FakeShard, sometimes_right
 
 
 def group_config(**changes) -> GroupConfig:

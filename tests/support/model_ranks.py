@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from rows_for_tests import Chunk, SlotMap
 from torch import Tensor
 
 from actors.model.config import ModelConfig
@@ -16,6 +15,7 @@ from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.planner import StepPlanner
+from tests.support.model_rows import Chunk, SlotMap
 
 T = TypeVar("T")
 

@@ -60,7 +60,7 @@ class NetworkCluster:
 
         The node's own processes do not know the repository: only this command's path has it.
         """
-        environment = {**self._environment(), "PYTHONPATH": f"{_ROOT}:{Path(__file__).parent}"}
+        environment = {**self._environment(), "PYTHONPATH": str(_ROOT)}
         return subprocess.run(
             self._entered(node, *command),
             env=environment,
@@ -72,7 +72,7 @@ class NetworkCluster:
 
     def start(self, node: int, *command: str) -> "subprocess.Popen[str]":
         """As `run`, without waiting: lines come from its stdout, errors go to a file."""
-        environment = {**self._environment(), "PYTHONPATH": f"{_ROOT}:{Path(__file__).parent}"}
+        environment = {**self._environment(), "PYTHONPATH": str(_ROOT)}
         return subprocess.Popen(
             self._entered(node, *command),
             env=environment,
