@@ -82,7 +82,7 @@ class PendingRows:
         self._hidden.index_copy_(0, torch.from_numpy(slots * self._capacity), hidden)
 
     def is_carried(self, slots: Int64s, positions: Int64s) -> NDArray[np.bool_]:
-        """[b] whether the state before the row at each position was carried there by the slot's last chunk."""
+        """[b] whether the state before the row at each position was carried by the slot's last chunk."""
         carried: NDArray[np.bool_] = self._carried_to[slots] == positions
         return carried
 
