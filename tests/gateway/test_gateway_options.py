@@ -5,11 +5,11 @@ import struct
 
 import grpc
 import pytest
-from scripted_group import ScriptedGroup
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from cluster.gateway import options
 from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS, server_options
+from tests.support.scripted_group import ScriptedGroup
 
 pytestmark = pytest.mark.gateway
 NUM_PINGS = 8
