@@ -12,6 +12,9 @@ from cluster.openai.bodies import ENDPOINTS, ChatBody, CompletionsBody, check_mo
 from cluster.outputs import RequestOutput
 from kernels_integration.errors import InvalidRequestError, LatentrayError, shown
 
+MAX_ROW_BYTES = 16 * 2**20
+"""As of a gRPC request: a prompt of a million token ids takes about 7 MiB of it. Longer rows are refused."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
@@ -34,6 +37,12 @@ def parse_row(line: str | bytes, frontend: ModelFrontend, *, line_number: int) -
     """Errors: RowError: what is wrong with the line (counted from 1), the row or its body."""
     custom_id: str | None = None
     try:
+        if len(line) > MAX_ROW_BYTES:
+            raise InvalidRequestError(
+                f"line {line_number} has more than {MAX_ROW_BYTES} bytes, which is the limit of a row; "
+                "split it, or shorten its prompt",
+                field="line",
+            )
         row = _json_object(line, line_number)
         custom_id = _field(row, "custom_id", str)
         method = row.get("method", "POST")

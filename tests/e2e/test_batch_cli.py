@@ -1,5 +1,6 @@
 """`latentray batch` with a real engine in the process."""
 
+import gzip
 import json
 import signal
 import time
@@ -34,6 +35,7 @@ def test_rows_are_answered_and_bad_ones_explained(tmp_path: Path) -> None:
     done = run("batch", "-i", str(source), "-o", str(target), "--executor", "inline", "-tp", "2", *SMALL)
     assert done.returncode == 3, done.stderr
     assert "5 rows, 2 failed" in done.stderr
+    assert "completion tokens/s), after" in done.stderr, "the rate is without the start"
     assert done.stdout == ""
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [r["custom_id"] for r in rows] == ["france", None, "king", "bad", "again"]
@@ -72,7 +74,40 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130
+    num_kept = partial.read_text().count("\n")
+    assert f"ended early: {num_kept} rows are in {partial}" in errors
     assert "Traceback" not in errors
     assert not target.exists()
     kept = [json.loads(line) for line in partial.read_text().splitlines()]
     assert [r["custom_id"] for r in kept] == [str(i) for i in range(len(kept))]
+
+
+def test_rows_that_fail_may_be_no_failure(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl.gz"
+    source.write_text("{broken\n")
+    flags = ("--executor", "inline", "--allow-failed-rows", *SMALL)
+    done = run("batch", "-i", str(source), "-o", str(target), *flags)
+    assert done.returncode == 0, done.stderr
+    with gzip.open(target, "rt") as stream:
+        assert json.loads(stream.read())["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize("flag", ["-i", "-o"])
+def test_a_file_is_given_once(tmp_path: Path, flag: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("")
+    done = run(
+        "batch", "-i", str(source), "-o", "x.jsonl", flag, "y.jsonl", "--executor", "inline", cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert "is given 2 times" in done.stderr
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_an_output_that_takes_no_more_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(completion("a", prompt="The king", max_tokens=3))
+    done = run("batch", "-i", str(source), "-o", "/dev/full", "--executor", "inline", *SMALL)
+    assert done.returncode == 4
+    assert "--output /dev/full takes no more rows: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr

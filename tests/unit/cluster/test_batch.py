@@ -9,10 +9,11 @@ import pytest
 
 from actors.requests import Request, RequestFailed
 from cluster.batch import BatchSummary, run_batch, runner
-from cluster.batch.files import count_rows, open_input, open_output
+from cluster.batch.output_file import open_output
+from cluster.batch.rows import MAX_ROW_BYTES
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
-from kernels_integration.errors import ConfigError, UnavailableError
+from kernels_integration.errors import UnavailableError
 from tests.support.scripted_engine import Answer, ScriptedEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -150,6 +151,25 @@ def test_a_bad_row_is_answered_with_its_fault_and_the_batch_goes_on(
     assert (summary.num_rows, summary.num_failed, len(engine.submitted)) == (2, 1, 1)
 
 
+@pytest.mark.parametrize("line", [row("a", **{"\ud800": 1}), '{"custom_id": "a", "url": "\\udfff"}'])
+def test_a_lone_surrogate_anywhere_is_one_row_that_failed(
+    frontend: ModelFrontend, tmp_path: Path, line: str
+) -> None:
+    engine, path = ScriptedEngine(echo), tmp_path / "o.jsonl"
+    with open_output(str(path)) as output:
+        run_batch([line, row("b")], output.write, engine=engine, frontend=frontend, max_in_flight=2)
+    bad, good = map(json.loads, path.read_bytes().splitlines())
+    assert (bad["custom_id"], bad["error"]["code"]) == ("a", "invalid_request")
+    assert good["error"] is None
+
+
+def test_a_row_beyond_the_limit_is_refused_before_it_is_parsed(frontend: ModelFrontend) -> None:
+    [bad, good], _, _ = run(frontend, [row("a", prompt="x" * MAX_ROW_BYTES), row("b")])
+    assert "line 1 has more than 16777216 bytes" in bad["error"]["message"]
+    assert bad["custom_id"] is None, "it was not even looked into"
+    assert good["error"] is None
+
+
 def test_a_custom_id_counts_once(frontend: ModelFrontend) -> None:
     [_, again], summary, _ = run(frontend, [row("a"), "", "  \n", row("a")])
     assert "custom_id 'a' is taken by an earlier row" in again["error"]["message"]
@@ -175,68 +195,3 @@ def test_a_lost_engine_ends_the_batch(frontend: ModelFrontend) -> None:
     with pytest.raises(UnavailableError, match="shard 1 is lost"):
         run_batch([row("a"), row("b"), row("c")], print, engine=engine, frontend=frontend, max_in_flight=2)
     assert engine.aborted == ["1"], "the rows in flight are ended, the rest is not begun"
-
-
-def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
-    out, partial = tmp_path / "o.jsonl", tmp_path / "o.jsonl.partial"
-    with open_output(str(out)) as write:
-        write("é")
-        assert partial.read_text() == "é\n"
-        assert not out.exists()
-    assert out.read_text() == "é\n"
-    assert not partial.exists()
-
-    def interrupted() -> None:
-        with open_output(str(out)) as write:
-            write("new")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert out.read_text() == "é\n", "an older result stays whole"
-    assert partial.read_text() == "new\n"
-
-
-def test_a_batch_that_ends_before_its_first_answer_leaves_no_file(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with open_output(str(tmp_path / "o.jsonl")):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_paths_that_do_not_work_are_named(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"--input .*none\.jsonl cannot be read"),
-        open_input(str(tmp_path / "none.jsonl")),
-    ):
-        pass
-    for path in (tmp_path / "no" / "o.jsonl", tmp_path):
-        with pytest.raises(ConfigError, match=r"--output .* cannot be written"), open_output(str(path)):
-            pass
-
-
-def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
-    rows, link = tmp_path / "i.jsonl", tmp_path / "link.jsonl"
-    rows.write_text("row\n")
-    link.symlink_to(rows)
-    partial = tmp_path / "o.jsonl.partial"
-    partial.write_text("row\n")
-    for source, target in ((rows, rows), (rows, link), (link, rows), (partial, tmp_path / "o.jsonl")):
-        with (
-            pytest.raises(ConfigError, match="would overwrite --input"),
-            open_output(str(target), input_path=str(source)),
-        ):
-            pass
-    assert rows.read_text() == partial.read_text() == "row\n"
-    with open_output(str(tmp_path / "o2.jsonl"), input_path=str(rows)) as write:
-        write("answer")
-
-
-def test_rows_are_counted_for_the_progress_bar(tmp_path: Path) -> None:
-    file = tmp_path / "i.jsonl"
-    file.write_text("a\n\n b\nc")
-    assert count_rows(str(file)) == 3
-    assert count_rows("-") is None
