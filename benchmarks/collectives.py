@@ -6,7 +6,6 @@ Every rank uses one thread. A figure is the best of the rounds, as rank 0 sees i
 average over the turns that ranks take when there are fewer cores than ranks.
 """
 
-import argparse
 import os
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from multiprocessing.queues import SimpleQueue
 import torch
 import torch.multiprocessing as mp
 
+from benchmarks import harness
 from kernels_integration.collectives import Collectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.collectives.shared_memory import SharedMemoryCollectives, is_supported
@@ -93,10 +93,11 @@ def measure_processes(transport: str, size: int, rounds: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    print(harness.machine())
     torch.set_num_threads(1)
     print(f"microseconds per operation, {len(os.sched_getaffinity(0))} cores")
     print("ranks  operation   size   " + "".join(f"{t:>15}" for t in ("gloo", "shared memory", "threads")))

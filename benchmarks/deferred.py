@@ -6,7 +6,6 @@ Modes take turns, and the median of the ratios of neighbours counts: other work 
 "Hidden" is the part of the coordinator's time (choose, commit) during which the shards had a step to run.
 """
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -17,9 +16,8 @@ from typing import Any
 from actors.config import GroupConfig
 from actors.inline_group import InlineGroup
 from actors.requests import Request
-from actors.sampling_params import SamplingParams
+from benchmarks import harness
 from cluster.answering.group_client import GroupClient
-from cluster.config import EngineArgs, load_settings
 from cluster.launch.group import launch_group
 
 PROMPT_LEN = 32
@@ -31,26 +29,24 @@ Seconds = dict[str, list[float]]
 
 
 def config_for(num_drafts: int, num_requests: int, scheduling: str, tp: int) -> GroupConfig:
-    settings = {
-        "num_speculative_tokens": num_drafts,
-        "max_num_seqs": num_requests,
-        "max_model_len": PROMPT_LEN + NEW_TOKENS,
-        "scheduling": scheduling,
-        "tensor_parallel_size": tp,
-        "kv_cache_memory_bytes": "64M",
-    }
-    return load_settings(EngineArgs, settings, environ={}).args.resolve()
+    return harness.config(
+        num_speculative_tokens=num_drafts,
+        max_num_seqs=num_requests,
+        max_model_len=PROMPT_LEN + NEW_TOKENS,
+        scheduling=scheduling,
+        tensor_parallel_size=tp,
+        kv_cache_memory_bytes="64M",
+    )
 
 
 def requests_for(num_requests: int, tag: str) -> list[Request]:
     """Different prompts, so that nothing is found in the prefix cache."""
     return [
-        Request(
-            request_id=f"{tag}-{i}",
-            prompt_token_ids=tuple((hash((tag, i, j)) % 4000) + 2 for j in range(PROMPT_LEN)),
-            params=SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True),
+        harness.request(
+            f"{tag}-{i}",
+            [(hash((tag, i, j)) % 4000) + 2 for j in range(PROMPT_LEN)],
+            num_tokens=NEW_TOKENS,
             seed=i,
-            eos_token_ids=(1,),
         )
         for i in range(num_requests)
     ]
@@ -160,15 +156,14 @@ def served(num_requests: int, num_drafts: int, repeats: int, tp: int) -> tuple[S
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--executor", nargs="+", choices=["inline", "ray"], default=["inline"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
+    print(harness.machine())
     for executor in args.executor:
         measure = inline if executor == "inline" else served
         for num_drafts in args.drafts:

@@ -9,7 +9,6 @@ ran. Dynamic k decides by the same clock. All requests of a round start together
 the first round, in which dynamic k still measures, is reported apart.
 """
 
-import argparse
 import json
 import time
 from collections import Counter
@@ -21,8 +20,7 @@ import torch
 
 from actors.config import GroupConfig
 from actors.inline_group import InlineGroup
-from actors.requests import Request
-from actors.sampling_params import SamplingParams
+from benchmarks import harness
 from cluster.config.args import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
 
@@ -96,12 +94,12 @@ def round_of(
     for contender in contenders:
         for i, prompt in enumerate(prompts):
             contender.group.submit(
-                Request(
-                    request_id=f"{time.monotonic_ns()}-{i}",
-                    prompt_token_ids=tuple(prompt),
-                    params=SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True),
+                harness.request(
+                    f"{time.monotonic_ns()}-{i}",
+                    prompt,
+                    num_tokens=num_tokens,
+                    temperature=temperature,
                     seed=i,
-                    eos_token_ids=(),
                 )
             )
         contender.group.step()
@@ -145,15 +143,14 @@ TEXTS: dict[str, tuple[Callable[[ModelFrontend], Prompts], float]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--texts", nargs="+", choices=sorted(TEXTS), default=sorted(TEXTS))
     parser.add_argument("--ceiling", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=160, help="of each completion")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    print(harness.machine())
     torch.set_num_threads(1)
     frontend = ModelFrontend.from_pretrained(
         str(BUNDLED_CHECKPOINT), served_model_name="tiny-dsa", max_model_len=2048, seed=0

@@ -12,11 +12,9 @@
 The numbers of 2 and 3 do not depend on the machine.
 """
 
-import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -26,7 +24,7 @@ from actors.inline_group import InlineGroup
 from actors.model.config import ModelConfig
 from actors.requests import Request, RequestUpdate, TokenLogprob
 from actors.sampling_params import SamplingParams
-from cluster.config import EngineArgs, load_settings
+from benchmarks import harness
 from cluster.config.args import BUNDLED_CHECKPOINT
 from cluster.report.kv_report import group_kv_bytes_per_token
 from kernels_integration.kv_formats import StoredVectors, latent_format
@@ -82,16 +80,15 @@ class Result:
     """All that one format yields."""
 
     def __init__(self, formats: tuple[str, str], prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-        settings = {
-            "dtype": "float32",
-            "kv_cache_dtype": formats[0],
-            "indexer_kv_dtype": formats[1],
-            "num_speculative_tokens": NUM_DRAFTS,
-            "dynamic_speculative_decoding": False,  # its choices follow the clock
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 512,
-        }
-        config = load_settings(EngineArgs, settings, environ={}).args.resolve()
+        config = harness.config(
+            dtype="float32",
+            kv_cache_dtype=formats[0],
+            indexer_kv_dtype=formats[1],
+            num_speculative_tokens=NUM_DRAFTS,
+            dynamic_speculative_decoding=False,  # its choices follow the clock
+            max_num_seqs=16,
+            max_num_batched_tokens=512,
+        )
         self.name = f"{config.kv_cache_dtype} + {config.indexer_kv_dtype}"
         self.bytes_per_token = group_kv_bytes_per_token(config)
         self.num_tokens = config.num_kv_blocks * config.tokens_per_block
@@ -127,15 +124,6 @@ class Result:
         ]
 
 
-def microseconds(work: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(50):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e6
-
-
 def read_times(rank: int, rope: int) -> list[float]:
     """float32, bfloat16, fp8_ds_mla."""
     slots = torch.randint(8192, (1024,))
@@ -146,17 +134,16 @@ def read_times(rank: int, rope: int) -> list[float]:
         )
         stored = StoredVectors.allocate(8192, latent_format(layout))
         stored.write(torch.arange(8192), torch.randn(8192, rank + rope))
-        times.append(microseconds(partial(stored.gather, slots, torch.float32)))
+        times.append(harness.best_us(partial(stored.gather, slots, torch.float32), rounds=50))
     return times
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     args = parser.parse_args()
+    print(harness.machine())
     torch.set_num_threads(1)
     prompts = texts(args.prompts)
     results = [Result(formats, prompts, args.new_tokens) for formats in FORMATS]

@@ -28,6 +28,7 @@ from actors.model.config import ModelConfig
 from actors.model.load_progress import LoadProgress
 from actors.model.model import load_model, measure_shard
 from actors.model.tensors import main_tensor_shapes
+from benchmarks import harness
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.config.sizes import format_size
 from kernels_integration.collectives import SoloCollectives
@@ -202,9 +203,7 @@ def slice_bytes(path: Path, rank: int, size: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--one", nargs=4, metavar=("LOADER", "PATH", "RANK", "SIZE"), help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--repeats", type=int, default=3, help="loads of each kind; the fastest is shown")

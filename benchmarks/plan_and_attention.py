@@ -3,12 +3,10 @@
 Run: OMP_NUM_THREADS=1 python -m benchmarks.plan_and_attention
 """
 
-import time
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
+from benchmarks.harness import best_us, machine
 from kernels_integration import attention
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import plan_from_indptr
@@ -16,18 +14,6 @@ from kernels_integration.planner import StepPlanner
 from kernels_integration.selection import Selection
 
 HEADS, LATENT, ROPE, TOPK, SLOTS = 8, 128, 32, 64, 8192
-
-
-def microseconds(work: Callable[[], object], calls: int) -> float:
-    """The best of several rounds: other processes only ever add."""
-    work()
-    best = float("inf")
-    for _ in range(7):
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best * 1e6
 
 
 def row_of_results(rows: int) -> list[float]:
@@ -45,16 +31,17 @@ def row_of_results(rows: int) -> list[float]:
         return F.scaled_dot_product_attention(q.unsqueeze(1), keys, keys, scale=0.1)
 
     calls = max(5, 4096 // rows)
-    plan_us = microseconds(lambda: plan_from_indptr(kv_indptr, 1), 500)
-    reuse_us = microseconds(lambda: [planner.plan(layer) for layer in layers], 500) / 2
-    parts_us = microseconds(lambda: plan_from_indptr(kv_indptr, 4), 100)
-    run_us = microseconds(lambda: attention.run(plan, q, kv, o, lse, sm_scale=0.1), calls)
-    fused_us = microseconds(fused, calls)
+    plan_us = best_us(lambda: plan_from_indptr(kv_indptr, 1), calls=500)
+    reuse_us = best_us(lambda: [planner.plan(layer) for layer in layers], calls=500) / 2
+    parts_us = best_us(lambda: plan_from_indptr(kv_indptr, 4), calls=100)
+    run_us = best_us(lambda: attention.run(plan, q, kv, o, lse, sm_scale=0.1), calls=calls)
+    fused_us = best_us(fused, calls=calls)
     return [plan_us, reuse_us, parts_us, run_us, fused_us, run_us / fused_us, plan_us / run_us]
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    print(machine())
     print(f"{TOPK} KV tokens a row, {HEADS} heads, {LATENT} + {ROPE} wide, float32, one thread; microseconds")
     names = ("plan", "re-used", "4 parts", "run", "fused", "run/fused", "plan/run")
     print(" rows", *(f"{name:>9}" for name in names))

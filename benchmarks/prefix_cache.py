@@ -11,20 +11,17 @@ import time
 
 from actors.inline_group import InlineGroup
 from actors.requests import Request, RequestUpdate
-from actors.sampling_params import SamplingParams
-from cluster.config import EngineArgs, load_settings
+from benchmarks import harness
 
 
 def requests_for(args: argparse.Namespace, tag: str) -> list[Request]:
     """All begin with the same tokens, others in each repeat."""
     shared = tuple(hash((tag, j)) % 4000 + 2 for j in range(args.shared))
     return [
-        Request(
-            request_id=f"{tag}-{i}",
-            prompt_token_ids=shared + tuple(hash((tag, i, j)) % 4000 + 2 for j in range(args.own)),
-            params=SamplingParams(max_tokens=args.new_tokens, temperature=0.0, ignore_eos=True),
-            seed=0,
-            eos_token_ids=(1,),
+        harness.request(
+            f"{tag}-{i}",
+            shared + tuple(hash((tag, i, j)) % 4000 + 2 for j in range(args.own)),
+            num_tokens=args.new_tokens,
         )
         for i in range(args.requests)
     ]
@@ -54,9 +51,7 @@ def measure(group: InlineGroup, requests: list[Request], concurrency: int) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     for name, default in [
         ("requests", 16),
         ("concurrency", 4),
@@ -67,10 +62,12 @@ def main() -> None:
     ]:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    print(harness.machine())
     groups = {}
     for is_on in (False, True):
-        settings = {"enable_prefix_caching": is_on, "max_model_len": 1024, "kv_cache_memory_bytes": "128M"}
-        groups[is_on] = InlineGroup(load_settings(EngineArgs, settings, environ={}).args.resolve())
+        groups[is_on] = harness.inline_group(
+            enable_prefix_caching=is_on, max_model_len=1024, kv_cache_memory_bytes="128M"
+        )
     results: dict[bool, list[tuple[float, float, int]]] = {False: [], True: []}
     for repeat in range(args.repeats + 1):
         for is_on, group in groups.items():

@@ -4,7 +4,6 @@ Logits are Gaussian with deviation 4: over 6144 tokens an entropy of 3.2 nats an
 (median), as the bundled checkpoint's over running text.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 
 from actors.messages import Admission, SamplingSpec
 from actors.shard.slot_rules import SlotRules
+from benchmarks import harness
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.logit_rules import LogitRules
 from kernels_integration.sampling import SamplingRows, sample
@@ -101,11 +101,12 @@ def median_us(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 32, 128])
     parser.add_argument("--vocab-size", type=int, default=6144)
     parser.add_argument("--seconds", type=float, default=1.0, help="per cell")
     args = parser.parse_args()
+    print(harness.machine())
     torch.set_num_threads(1)
     print(f"us per call, vocabulary {args.vocab_size}, float32, one thread")
     print(f"{'rows':26}" + "".join(f"{num_rows:>10}" for num_rows in args.rows))

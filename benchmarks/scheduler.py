@@ -5,7 +5,6 @@
 Every request decodes; two of three drafts are right. The report is made up outside the clock.
 """
 
-import argparse
 import gc
 import statistics
 import time
@@ -17,6 +16,7 @@ from actors.coordinator.coordinator import Coordinator
 from actors.messages import RowKind, StepInput, StepOutput, decode_output, encode
 from actors.requests import Request
 from actors.sampling_params import SamplingParams
+from benchmarks import harness
 
 PROMPT_LEN = 100
 
@@ -108,13 +108,12 @@ def measure(num_requests: int, num_drafts: int, num_steps: int) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
+    print(harness.machine())
     print("milliseconds per step (median)")
     for num_requests in args.requests:
         parts = measure(num_requests, args.drafts, args.steps)

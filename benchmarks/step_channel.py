@@ -5,7 +5,6 @@
 The echo shards answer at once, so the round trip is encoding, sockets, wake-ups and decoding.
 """
 
-import argparse
 import multiprocessing
 import statistics
 import time
@@ -14,6 +13,7 @@ import numpy as np
 
 from actors.messages import StepInput, StepOutput
 from actors.transport.step_channel import CoordinatorEnd, ShardEnd
+from benchmarks import harness
 
 
 def echo(address: str, rank: int, output: StepOutput) -> None:
@@ -58,14 +58,13 @@ def decode_step(step: int, requests: int, k: int) -> StepInput:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()
+    print(harness.machine())
     output = StepOutput(
         epoch=0,
         step=0,
