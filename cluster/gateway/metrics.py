@@ -1,152 +1,94 @@
-"""Prometheus metrics of one gateway: vLLM's names where the meaning is vLLM's, latentray's own elsewhere."""
+"""Prometheus metrics of one gateway: vLLM's names where the meaning is vLLM's, latentray's own elsewhere.
 
-import time
-from collections.abc import Callable, Iterator
+What a gateway's own clients see is counted here, by `cluster.gateway.request_record`; the group's figures
+are in `cluster.gateway.group_metrics`.
+"""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+import itertools
+from collections.abc import Sequence
 
-from actors.requests import RequestUpdate
-from actors.stats import GroupStats
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from cluster.errors import OUTCOMES
 from cluster.gateway.group import Group
-from kernels_integration.errors import ConfigError
+from cluster.gateway.group_metrics import LABELS, GroupCollector
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_LABELS = ["model_name"]
-
-_GAUGES: tuple[tuple[str, str, Callable[[GroupStats], float]], ...] = (
-    ("vllm:num_requests_running", "Requests that have a state slot.", lambda s: s.running),
-    ("vllm:num_requests_waiting", "Requests that wait for one.", lambda s: s.waiting),
-    (
-        "vllm:kv_cache_usage_perc",
-        "Part of the KV blocks in use, 0 to 1.",
-        lambda s: s.num_used_blocks / max(s.num_kv_blocks, 1),
-    ),
-)
-_COUNTERS: tuple[tuple[str, str, Callable[[GroupStats], float]], ...] = (
-    ("vllm:num_preemptions", "Requests pushed out for want of KV blocks.", lambda s: s.num_preemptions),
-    ("vllm:prompt_tokens", "Prompt tokens of accepted requests.", lambda s: s.num_prompt_tokens),
-    ("vllm:generation_tokens", "Tokens of completions.", lambda s: s.num_generated_tokens),
-    ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda s: s.num_cache_queries),
-    ("vllm:prefix_cache_hits", "Tokens found there.", lambda s: s.num_cache_hits),
-    ("vllm:spec_decode_num_drafts", "Verifies with drafts.", lambda s: s.proposed[0] if s.proposed else 0),
-    ("vllm:spec_decode_num_draft_tokens", "Drafts proposed.", lambda s: sum(s.proposed)),
-    ("vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", lambda s: sum(s.accepted)),
-    ("latentray:verifies", "Verifies, with and without drafts.", lambda s: s.num_verifies),
-    ("latentray:steps", "Steps sent to the shards.", lambda s: s.num_steps),
-    ("latentray:rows", "Rows of all steps.", lambda s: s.num_rows),
-    ("latentray:schedule_seconds", "Time spent choosing steps.", lambda s: s.schedule_s),
-    ("latentray:step_seconds", "Time from the choice of steps to their reports.", lambda s: s.step_s),
-    ("latentray:process_seconds", "Time spent on reports.", lambda s: s.process_s),
-    ("latentray:request_queue_seconds", "Of finished requests: until admitted.", lambda s: s.phases.queue_s),
-    ("latentray:request_prefill_seconds", "Then until the first token.", lambda s: s.phases.prefill_s),
-    ("latentray:request_decode_seconds", "Then until the end.", lambda s: s.phases.decode_s),
-    ("latentray:requests_finished", "Requests in these sums.", lambda s: s.phases.num_finished),
-)
+CLIENT_GONE = "client_gone"
+"""Among the codes of failures: the call was cancelled by its client, or its connection was lost."""
+ABORTS = frozenset({"aborted", "deadline_exceeded", CLIENT_GONE})
+"""The codes that vLLM calls "abort"; the others are "error"."""
 
 
 class GatewayMetrics:
-    """Latencies as this gateway's clients see them, and the group's figures as of its last heartbeat."""
+    """Latencies, lengths and ends of requests as this gateway's clients see them.
 
-    def __init__(self, group: Group, model_name: str) -> None:
+    "Each completion": a request with n completions counts n times, as with vLLM.
+    """
+
+    def __init__(self, group: Group, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_GroupCollector(group, model_name))
-        self._time_to_first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", model_name
+        self.registry.register(GroupCollector(group, model_name))
+        self._model_name = model_name
+        self.time_to_first_token = self._latency(
+            "vllm:time_to_first_token_seconds", "Each completion: from the arrival to the first token."
         )
-        self._latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", model_name
+        self.latency = self._latency(
+            "vllm:e2e_request_latency_seconds", "Each completion: from the arrival to the last token."
         )
-        self._time_per_token = self._histogram(
+        self.between_tokens = (
+            self._latency("vllm:inter_token_latency_seconds", "Between a completion's updates with tokens."),
+            self._latency("vllm:time_per_output_token_seconds", "Older name of inter_token_latency_seconds."),
+        )
+        self.time_per_token = self._latency(
             "vllm:request_time_per_output_token_seconds",
-            "Of each request: mean time between tokens after the first.",
-            model_name,
+            "Each completion: mean time between tokens after the first.",
+        )
+        lengths = _one_two_five(max_model_len)
+        self.prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Each completion: tokens of its prompt.", lengths
+        )
+        self.generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Each completion: its tokens.", lengths
+        )
+        self.max_generation_tokens = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest completion.", lengths
         )
         self._finished = Counter(
             "vllm:request_success",
-            "Requests that came to their end.",
-            [*_LABELS, "finished_reason"],
+            "Completions of accepted requests, by how they ended.",
+            [*LABELS, "finished_reason"],
             registry=self.registry,
         )
-        self._model_name = model_name
-
-    def request(self) -> "RequestTimer":
-        return RequestTimer(self)
-
-    def serve(self, host: str, port: int) -> int:
-        """Answer HTTP in a thread of its own; the port. Errors: ConfigError when the port cannot be had."""
-        try:
-            server, _ = start_http_server(port, addr=host, registry=self.registry)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} for metrics: {error.strerror}; pass another --metrics-port "
-                "(0 takes a free one)"
-            ) from error
-        return int(server.server_port)
-
-    def _histogram(self, name: str, documentation: str, model_name: str) -> Histogram:
-        histogram = Histogram(name, documentation, _LABELS, buckets=_LATENCIES_S, registry=self.registry)
-        return histogram.labels(model_name)
-
-
-class RequestTimer:
-    """Of one choice of one request, from now on."""
-
-    def __init__(self, metrics: GatewayMetrics) -> None:
-        self._metrics = metrics
-        self._arrived_at_s = time.monotonic()
-        self._first_at_s: float | None = None
-
-    def took(self, update: RequestUpdate) -> None:
-        """The group sent this."""
-        metrics, now = self._metrics, time.monotonic()
-        if self._first_at_s is None and update.token_ids:
-            self._first_at_s = now
-            metrics._time_to_first_token.observe(now - self._arrived_at_s)
-        if update.finish_reason is None:
-            return
-        metrics._latency.observe(now - self._arrived_at_s)
-        metrics._finished.labels(metrics._model_name, update.finish_reason).inc()
-        if self._first_at_s is not None and update.num_completion_tokens > 1:
-            metrics._time_per_token.observe((now - self._first_at_s) / (update.num_completion_tokens - 1))
-
-
-class _GroupCollector(Collector):
-    """Reads GroupStats when asked; nothing is reported before the first heartbeat."""
-
-    def __init__(self, group: Group, model_name: str) -> None:
-        self._group = group
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        healthy = GaugeMetricFamily("latentray:healthy", "1: a token can be produced now.", labels=_LABELS)
-        healthy.add_metric([self._model_name], float(self._group.healthy))
-        yield healthy
-        stats = self._group.stats
-        if stats is None:
-            return
-        for name, documentation, value in _GAUGES:
-            gauge = GaugeMetricFamily(name, documentation, labels=_LABELS)
-            gauge.add_metric([self._model_name], value(stats))
-            yield gauge
-        for name, documentation, value in _COUNTERS:
-            counter = CounterMetricFamily(name, documentation, labels=_LABELS)
-            counter.add_metric([self._model_name], value(stats))
-            yield counter
-        accepted = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted, by position from 0.",
-            labels=[*_LABELS, "position"],
+        self._failed = Counter(
+            "latentray:requests_failed",
+            "Requests that ended without their last token, by the code of the error.",
+            [*LABELS, "code"],
+            registry=self.registry,
         )
-        for position, number in enumerate(stats.accepted):
-            accepted.add_metric([self._model_name, str(position)], number)
-        yield accepted
-        drafting = GaugeMetricFamily(
-            "latentray:requests_by_drafts",
-            "Requests of the newest step, by how many drafts they proposed.",
-            labels=[*_LABELS, "drafts"],
-        )
-        for k, number in enumerate(stats.last_k):
-            drafting.add_metric([self._model_name, str(k)], number)
-        yield drafting
+        # A rate needs the zero before the first one.
+        for reason in ("stop", "length", "abort", "error"):
+            self._finished.labels(model_name, reason)
+        for code in (*OUTCOMES, CLIENT_GONE):
+            self._failed.labels(model_name, code)
+
+    def count_finished(self, reason: str, number: int = 1) -> None:
+        """Completions. reason: stop, length, abort or error."""
+        self._finished.labels(self._model_name, reason).inc(number)
+
+    def count_failed(self, code: str) -> None:
+        """A request."""
+        self._failed.labels(self._model_name, code).inc()
+
+    def _latency(self, name: str, documentation: str) -> Histogram:
+        return self._histogram(name, documentation, _LATENCIES_S)
+
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, documentation, LABELS, buckets=buckets, registry=self.registry)
+        return histogram.labels(self._model_name)
+
+
+def _one_two_five(limit: int) -> list[float]:
+    """1, 2, 5, 10, 20, ... up to limit: vLLM's buckets of lengths."""
+    steps = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    return [float(step) for step in itertools.takewhile(lambda step: step <= limit, steps)]

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import socket
+from typing import TYPE_CHECKING
 
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
@@ -16,6 +17,9 @@ from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from cluster.gateway.reflection import add_reflection
 from cluster.gateway.servicer import SERVICE_NAME, VllmEngineServicer
 from kernels_integration.errors import ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    from cluster.gateway.metrics_server import MetricsServer
 
 _CLOSE_GRACE_S = 0.5
 """For the last statuses to leave, and for health watchers to read NOT_SERVING."""
@@ -49,6 +53,7 @@ class GatewayServer:
         self._max_message_bytes = max_message_bytes
         self.metrics_port = metrics_port
         """Of Prometheus metrics; 0 until start() has taken a free one; None: not served."""
+        self._metrics_server: MetricsServer | None = None
         self._server: aio.Server | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
@@ -70,7 +75,11 @@ class GatewayServer:
         except RuntimeError as error:
             raise _cannot_listen(self._host, self.port, str(error)) from error
         if self.metrics_port is not None:
-            self.metrics_port = self._servicer.metrics.serve(self._host, self.metrics_port)
+            # Not at the top: aiohttp takes half a second to import, and few serve metrics.
+            from cluster.gateway.metrics_server import MetricsServer
+
+            self._metrics_server = MetricsServer(self._servicer.metrics.registry)
+            self.metrics_port = await self._metrics_server.start(self._host, self.metrics_port)
         await server.start()
         self._server = server
         self._sampling = asyncio.create_task(self._servicer.loads.sample_group())
@@ -95,6 +104,8 @@ class GatewayServer:
         if self._sampling is not None:
             self._sampling.cancel()
         await server.stop(_CLOSE_GRACE_S)
+        if self._metrics_server is not None:
+            await self._metrics_server.stop()
         self._stopped.set()
 
 

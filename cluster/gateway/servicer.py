@@ -32,6 +32,7 @@ from cluster.gateway.live_requests import LiveRequest, LiveRequests
 from cluster.gateway.loads import Loads
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.options import require_message_fits
+from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.gateway.statuses import errors_as_status
 from cluster.gateway.tokenizer_bundle import TokenizerBundle
 from cluster.report.kv_report import group_kv_bytes_per_token
@@ -77,7 +78,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self._health = health
         self._max_message_bytes = max_message_bytes
         self.live = LiveRequests()
-        self.metrics = GatewayMetrics(group, config.served_model_name)
+        self.metrics = GatewayMetrics(group, config.served_model_name, config.max_model_len)
         self.loads = Loads(group, self.live, config)
         self._model_info = server_facts.model_info(config, frontend)
         self._kv_bytes_per_token = group_kv_bytes_per_token(config)
@@ -90,18 +91,28 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     ) -> None:
         async with errors_as_status(context, "Generate"):
             self._last_received_at_s = time.time()
-            _require_time_left(context)
-            if self._health.draining:
-                raise UnavailableError("the server is draining and takes no new requests; ask another one")
             request_id = request.request_id or f"generate-{uuid.uuid4().hex}"
-            live = LiveRequest()
-            await self.live.run(request_id, live, self._generate(request_id, request, live, context))
+            with recorded(request_id, self.metrics, context.time_remaining) as record:
+                _require_time_left(context)
+                if self._health.draining:
+                    raise UnavailableError(
+                        "the server is draining and takes no new requests; ask another one"
+                    )
+                live = LiveRequest()
+                work = self._generate(request_id, request, live, record, context)
+                await self.live.run(request_id, live, work)
 
     async def _generate(
-        self, request_id: str, message: pb.GenerateRequest, live: LiveRequest, context: aio.ServicerContext
+        self,
+        request_id: str,
+        message: pb.GenerateRequest,
+        live: LiveRequest,
+        record: RequestRecord,
+        context: aio.ServicerContext,
     ) -> None:
         """Runs as a task that is cancelled with the call: by the client, its deadline, Abort or the drain."""
         request = await self._validated(request_id, message, context.invocation_metadata() or ())
+        record.accepted(request)
         live.num_prompt_tokens = len(request.prompt_token_ids)
         await context.send_initial_metadata(_metadata(request))
         parts = choices(request)
@@ -110,10 +121,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         async def answer(index: int) -> None:
             part = parts[index]
             answer = Answer(part, index=index, stream=message.stream, hold_back=self._hold_back(part))
-            timer = self.metrics.request()
             async with aclosing(self._group.generate(part)) as updates:
                 async for update in updates:
-                    timer.took(update)
+                    record.took(index, update)
                     live.answered = True
                     for response in answer.messages(update):
                         async with writing:
