@@ -15,6 +15,11 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # an int of more digits than Python writes
         return f"a {type(value).__name__} too large to show"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """The text with the middle left out of a long one."""
     half = MAX_SHOWN // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 

@@ -1,11 +1,12 @@
 """What keeps the tensors of a checkpoint from being the model that its config describes, line by line."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from actors.model.checkpoint_files import CheckpointFiles
 from actors.model.quantization import SCALE_SUFFIX, describe_packed, packed_stem
 from actors.model.safetensors_file import TensorInfo
 from actors.model.stacked_experts import stacked_name
+from actors.model.tensors import layer_of
 
 READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
 FP8_DTYPE = "F8_E4M3"
@@ -28,6 +29,10 @@ def find_problems(
             problems += _misfits(name, info, expected[name], tensors, block_size)
         elif name.removesuffix(SCALE_SUFFIX) not in expected:
             unexpected.append(name)
+    unannounced = _unannounced_layers(unexpected, expected)
+    if unannounced:
+        problems.append(_describe_unannounced(unannounced))
+        unexpected = [name for name in unexpected if name not in unannounced]
     packed = describe_packed(unexpected)
     if packed is not None:
         problems.append(packed)
@@ -37,6 +42,29 @@ def find_problems(
         if packed_stem(name) is None
     ]
     return problems
+
+
+def _unannounced_layers(unexpected: Iterable[str], expected: Iterable[str]) -> dict[str, int]:
+    """Tensors of layers behind the last one that config.json speaks of, and their layers."""
+    last = max((layer for name in expected if (layer := layer_of(name)) is not None), default=-1)
+    layers = {name: layer for name in unexpected if (layer := layer_of(name)) is not None}
+    return {name: layer for name, layer in layers.items() if layer > last}
+
+
+def _describe_unannounced(found: Mapping[str, int]) -> str:
+    layers = sorted(set(found.values()))
+    name = next(iter(found))
+    shown = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+    is_mtp = any(".eh_proj." in tensor for tensor in found)
+    way_out = (
+        f"these are MTP modules: raise num_nextn_predict_layers by {len(layers)} there, or delete them"
+        if is_mtp
+        else "correct num_hidden_layers there, or delete them"
+    )
+    return (
+        f"unexpected  {len(found)} tensors of {shown}, such as {name}, which config.json does not announce; "
+        f"{way_out}"
+    )
 
 
 def _missing(files: CheckpointFiles, required: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -1,13 +1,14 @@
 """Which file of a checkpoint directory holds which tensor. The headers decide; the index settles doubts."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from actors.model.model_folder import MAX_INDEX_BYTES, ModelFolder
+from actors.model.quantization import is_kv_scale
 from actors.model.safetensors_file import SafetensorsFile, TensorInfo
 from actors.model.stacked_experts import by_expert
-from kernels_integration.errors import CheckpointError
+from kernels_integration.errors import CheckpointError, shown
 
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -22,6 +23,7 @@ class CheckpointFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._folder = ModelFolder(path)
         self.tensors: dict[str, TensorInfo] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -45,6 +47,12 @@ class CheckpointFiles:
             file.close()
         self._open.clear()
 
+    def missing_file_of(self, prefix: str) -> str | None:
+        """The problem with the files that should hold tensors of this prefix; None where all are there."""
+        if not any(name.startswith(prefix) for name in self.reported):
+            return None
+        return "; ".join(self.problems)
+
     def _locate(self) -> None:
         listed = self._list_files()
         index = self._read_index()
@@ -65,9 +73,9 @@ class CheckpointFiles:
 
     def _list_files(self) -> list[str]:
         try:
-            names = sorted(os.listdir(self.path))
-        except OSError as error:
-            self.problems.append(f"{self.path} cannot be listed: {error.strerror}")
+            names = self._folder.names()
+        except CheckpointError as error:
+            self.problems.append(str(error))
             return []
         files = [name for name in names if name.endswith(".safetensors")]
         if not files:
@@ -83,17 +91,25 @@ class CheckpointFiles:
     def _read_index(self) -> dict[str, str] | None:
         """None without an index, and where it is broken."""
         file = self.path / INDEX_FILE
-        if not file.exists():
-            return None
         try:
-            index = dict(json.loads(file.read_bytes())["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            self.problems.append(f"{file} cannot be read as a safetensors index: {error!r}")
+            content = self._folder.read_object(INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return None
+        if content is None:
+            return None
+        index = content.get("weight_map")
+        if not isinstance(index, dict):
+            self.problems.append(
+                f"{file} cannot be read as a safetensors index: weight_map is {shown(index)}; it must be an "
+                "object of file names by tensor"
+            )
             return None
         for name, at in index.items():
             if not isinstance(at, str) or os.path.basename(at) != at or not at.endswith(".safetensors"):
                 self.problems.append(
-                    f"{file} says that tensor {name} is in {at!r}; it must be a *.safetensors file beside it"
+                    f"{file} says that tensor {name} is in {shown(at)}; it must be a *.safetensors file "
+                    "beside it"
                 )
                 return None
         return index
@@ -141,9 +157,17 @@ class CheckpointFiles:
         ]
 
     def _expand(self) -> None:
-        """Stacked experts under the names that a model asks for."""
+        """Stacked experts under the names that a model asks for; scales that no weight needs left out."""
         stored, self.tensors = self.tensors, {}
+        unused = [name for name in stored if is_kv_scale(name)]
+        if unused:
+            self.notes.append(
+                f"{len(unused)} scales of an FP8 KV cache, such as {unused[0]}, are not used: "
+                "--kv-cache-dtype fp8_ds_mla takes its scales from the values"
+            )
         for name, info in stored.items():
+            if is_kv_scale(name):
+                continue
             for released, part in by_expert(name, info):
                 if released in self.tensors:
                     stack = part.stored_as or self.tensors[released].stored_as

@@ -1,17 +1,19 @@
 """What config.json says about a model, checked once; the rest of the package trusts it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actors.model.config_fields import MAX_LENGTH, FieldReader
+from actors.model.model_folder import ModelFolder
 from actors.model.quantization import read_block_size
 from actors.model.rope_config import YarnScaling, read_rope
-from kernels_integration.errors import CheckpointError, ConfigError
+from kernels_integration.errors import CheckpointError, ConfigError, shown
 from kernels_integration.kv_layout import KVLayout, default_indexer_kv_dtype
 
+_MAX_LAYERS = 1024
+"""Ten times what is released; every layer is built, without data, to know what it takes."""
 _MAX_EXPERTS = 2**20
 """Of all layers: every one is named in lists, and releases have 25,000."""
 
@@ -156,18 +158,12 @@ class ModelConfig:
             raise CheckpointError(
                 f"model path {directory} {what}; pass a directory that holds config.json and *.safetensors"
             )
-        file = directory / "config.json"
-        try:
-            raw = json.loads(file.read_bytes())
-        except FileNotFoundError:
+        raw = ModelFolder(directory).read_object("config.json")
+        if raw is None:
             raise CheckpointError(
                 f"{directory} has no config.json; pass a directory that holds config.json and *.safetensors"
-            ) from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} cannot be read as JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{file} holds a {type(raw).__name__}; it must hold one JSON object")
-        return cls.from_dict(raw, source=str(file))
+            )
+        return cls.from_dict(raw, source=str(directory / "config.json"))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, source: str = "config.json") -> "ModelConfig":
@@ -175,11 +171,11 @@ class ModelConfig:
         model_type = raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise CheckpointError(
-                f"{source}: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+                f"{source}: model_type {shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}"
             )
         family, read = FAMILIES[model_type], FieldReader(raw)
         _refuse_unsupported(read)
-        num_hidden_layers = read.integer("num_hidden_layers", maximum=2**16)
+        num_hidden_layers = read.integer("num_hidden_layers", maximum=_MAX_LAYERS)
         max_position_embeddings = read.integer("max_position_embeddings", maximum=MAX_LENGTH)
         rope_theta, rope_scaling = read_rope(read, max_position_embeddings)
         config = cls(
@@ -293,7 +289,7 @@ def _refuse_unsupported(read: FieldReader) -> None:
     for name, supported in only.items():
         value = read.raw.get(name, supported)
         if value != supported:
-            read.problems.append(f"{name} {value!r} is not supported; supported: {supported!r}")
+            read.problems.append(f"{name} {shown(value)} is not supported; supported: {supported!r}")
 
 
 def _has_no_query_latent(raw: Mapping[str, Any], family: Family) -> bool:

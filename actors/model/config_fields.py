@@ -4,6 +4,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from kernels_integration.errors import shown
+
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 """Legal values of config.json's torch_dtype."""
 
@@ -11,6 +13,7 @@ MAX_LENGTH = 2**31 - 1
 """Of a sequence: positions are counted in int32 by plans."""
 _MAX_SIZE = 2**20
 """Of what has no limit of its own: many times what is released, and no product overflows."""
+_MAX_MTP_LAYERS = 64
 
 
 def is_finite_number(value: object) -> TypeGuard[int | float]:
@@ -31,7 +34,7 @@ class FieldReader:
         self.problems.append(f"{name} is missing; it must be {want}")
 
     def _ill_typed(self, name: str, value: object, want: str) -> None:
-        self.problems.append(f"{name} is {value!r}; it must be {want}")
+        self.problems.append(f"{name} is {shown(value)}; it must be {want}")
 
     def integer(
         self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int = _MAX_SIZE
@@ -109,7 +112,9 @@ class FieldReader:
     def num_mtp_layers(self) -> int:
         """From `num_nextn_predict_layers`, spelt `num_mtp_layers` by newer writers."""
         newer = "num_mtp_layers" if self.raw.get("num_nextn_predict_layers") is None else None
-        return self.integer(newer or "num_nextn_predict_layers", default=0, minimum=0)
+        return self.integer(
+            newer or "num_nextn_predict_layers", default=0, minimum=0, maximum=_MAX_MTP_LAYERS
+        )
 
     def indexer_types(self, num_layers: int) -> tuple[str, ...]:
         """Per layer "full" (runs its indexer) or "shared" (reuses the selection of the last full layer).
@@ -125,16 +130,18 @@ class FieldReader:
             name = f"index_topk_freq {freq} with index_skip_topk_offset"
             is_full = (max(i - offset + 1, 0) % freq == 0 for i in range(num_layers))
             given = ["full" if full else "shared" for full in is_full]
-            shown: object = offset
+            given_as: object = offset
         else:
-            shown = given
+            given_as = given
             letters = {"F": "full", "S": "shared"}
             given = (
                 [letters.get(str(kind), str(kind)) for kind in given] if isinstance(given, list | str) else []
             )
         if len(given) != num_layers or not set(given) <= {"full", "shared"}:
             want = f'{num_layers} times "full" or "shared" (F or S), one for each layer'
-            self._ill_typed(name, shown, want)
+            self._ill_typed(name, given_as, want)
         elif given[0] != "full":
-            self.problems.append(f"{name} {shown!r}: layer 0 would share a selection that no layer made")
+            self.problems.append(
+                f"{name} {shown(given_as)}: layer 0 would share a selection that no layer made"
+            )
         return tuple(given)

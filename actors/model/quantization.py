@@ -7,6 +7,8 @@ scale per block of the weight. Which tensors are so stored is told by the scales
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
+from kernels_integration.errors import shown
+
 DEFAULT_BLOCK_SIZE = (128, 128)
 SCALE_SUFFIX = "_scale_inv"
 SUPPORTED = (
@@ -29,6 +31,7 @@ _PACKED_SUFFIXES = {
     ".weight.absmax": "bitsandbytes",
     ".weight.quant_map": "bitsandbytes",
 }
+_KV_SCALE_SUFFIXES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
 
 
 def read_block_size(raw: Mapping[str, Any], problems: list[str]) -> tuple[int, int]:
@@ -37,23 +40,24 @@ def read_block_size(raw: Mapping[str, Any], problems: list[str]) -> tuple[int, i
     if config is None:
         return DEFAULT_BLOCK_SIZE
     if not isinstance(config, Mapping):
-        problems.append(f"quantization_config is {config!r}; it must be an object; {SUPPORTED}")
+        problems.append(f"quantization_config is {shown(config)}; it must be an object; {SUPPORTED}")
         return DEFAULT_BLOCK_SIZE
     method = config.get("quant_method")
     if method != "fp8":
         problems.append(
-            f"quantization_config of quant_method {method!r}{_details(config)} is not supported; {SUPPORTED}"
+            f"quantization_config of quant_method {shown(method)}{_details(config)} is not supported; "
+            f"{SUPPORTED}"
         )
         return DEFAULT_BLOCK_SIZE
     for name, legal in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
         if config.get(name, legal) != legal:
             problems.append(
-                f"quantization_config.{name} {config[name]!r} is not supported; it must be {legal!r}"
+                f"quantization_config.{name} {shown(config[name])} is not supported; it must be {legal!r}"
             )
     size = config.get("weight_block_size")
     if not _is_pair_of_counts(size):
         problems.append(
-            f"quantization_config.weight_block_size is {size!r}; it must be two integers >= 1, such as "
+            f"quantization_config.weight_block_size is {shown(size)}; it must be two integers >= 1, such as "
             f"[128, 128]: FP8 with one scale per tensor or channel is not supported; {SUPPORTED}"
         )
         return DEFAULT_BLOCK_SIZE
@@ -69,9 +73,17 @@ def _is_pair_of_counts(value: object) -> TypeGuard[list[int]]:
 def _details(config: Mapping[str, Any]) -> str:
     """The words by which a user knows the variant: bits and formats."""
     told = [
-        f"{name} {config[name]!r}" for name in ("bits", "w_bit", "format", "quant_algo") if name in config
+        f"{name} {shown(config[name])}"
+        for name in ("bits", "w_bit", "format", "quant_algo")
+        if name in config
     ]
     return f" ({', '.join(told)})" if told else ""
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor is the calibrated scale of an FP8 KV cache. No weight depends on it, and a cache in
+    fp8_ds_mla computes its scales from the values."""
+    return name.endswith(_KV_SCALE_SUFFIXES)
 
 
 def packed_stem(name: str) -> str | None:

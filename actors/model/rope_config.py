@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.model.config_fields import MAX_LENGTH, FieldReader, is_finite_number
+from kernels_integration.errors import shown
 
 DEFAULT_BETA_FAST = 32.0
 DEFAULT_BETA_SLOW = 1.0
@@ -49,7 +50,7 @@ def read_rope(read: FieldReader, max_position_embeddings: int) -> tuple[float, Y
     if kind == "default":
         return theta, None
     if kind != "yarn":
-        read.problems.append(f"rope type {kind!r} is not supported; supported: 'default', 'yarn'")
+        read.problems.append(f"rope type {shown(kind)} is not supported; supported: 'default', 'yarn'")
         return theta, None
     return theta, _yarn(read, nested, max_position_embeddings)
 
@@ -65,7 +66,7 @@ def _nested(read: FieldReader) -> Mapping[str, Any]:
     for name in ("rope_scaling", "rope_parameters"):
         value = read.raw.get(name)
         if value is not None and not isinstance(value, Mapping):
-            read.problems.append(f"{name} is {value!r}; it must be null or a JSON object")
+            read.problems.append(f"{name} is {shown(value)}; it must be null or a JSON object")
         elif value:
             given[name] = value
     if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
@@ -73,7 +74,7 @@ def _nested(read: FieldReader) -> Mapping[str, Any]:
     found: Mapping[str, Any] = next(iter(given.values()), {})
     partial = found.get("partial_rotary_factor", read.raw.get("partial_rotary_factor"))
     if partial not in (None, 1):
-        read.problems.append(f"partial_rotary_factor {partial!r} is not supported; supported: 1")
+        read.problems.append(f"partial_rotary_factor {shown(partial)} is not supported; supported: 1")
     return found
 
 
@@ -83,7 +84,7 @@ def _yarn(read: FieldReader, nested: Mapping[str, Any], max_position_embeddings:
         if value is None and default is not None:
             return default
         if not is_finite_number(value) or value < minimum:
-            read.problems.append(f"yarn's {name} is {value!r}; it must be a number >= {minimum:g}")
+            read.problems.append(f"yarn's {name} is {shown(value)}; it must be a number >= {minimum:g}")
             return 1.0
         return float(value)
 
@@ -94,7 +95,7 @@ def _yarn(read: FieldReader, nested: Mapping[str, Any], max_position_embeddings:
         original = nested.get("original_max_position_embeddings", max_position_embeddings)
     if isinstance(original, bool) or not isinstance(original, int) or original < 1:
         read.problems.append(
-            f"yarn's original_max_position_embeddings is {original!r}; it must be an integer >= 1"
+            f"yarn's original_max_position_embeddings is {shown(original)}; it must be an integer >= 1"
         )
         original = 1
     if original * factor > MAX_LENGTH:
@@ -109,7 +110,7 @@ def _yarn(read: FieldReader, nested: Mapping[str, Any], max_position_embeddings:
         embedding = mscale(factor, weight) / mscale(factor, weight_all)
     truncate = nested.get("truncate", True)
     if not isinstance(truncate, bool):
-        read.problems.append(f"yarn's truncate is {truncate!r}; it must be true or false")
+        read.problems.append(f"yarn's truncate is {shown(truncate)}; it must be true or false")
     return YarnScaling(
         factor=factor,
         original_max_position_embeddings=original,

@@ -9,11 +9,12 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels_integration.errors import CheckpointError
+from kernels_integration.errors import CheckpointError, shortened, shown
 
 ITEM_SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -100,6 +101,7 @@ class SafetensorsFile:
             header = json.loads(text, object_pairs_hook=self._without_repetition)
             header.pop("__metadata__", None)
             for name, entry in header.items():
+                (name + str(entry["dtype"])).encode()  # a ValueError where no message could show it
                 start, end = entry["data_offsets"]
                 info = TensorInfo(
                     shape=tuple(map(_count, entry["shape"])),
@@ -115,15 +117,17 @@ class SafetensorsFile:
                     )
             extents = sorted(tuple(entry["data_offsets"]) for entry in header.values())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._broken(f"its header cannot be parsed: {error!r}") from None
+            raise self._broken(f"its header cannot be parsed: {shown(error)}") from None
         self._check_extents(extents, self._size - 8 - length)
 
     def _without_repetition(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) != len(pairs):
-            names = [name for name, _ in pairs]
-            for name in sorted({name for name in names if names.count(name) > 1}):
-                self.problems.append(f"{self.path}: the header names {name} twice; convert the file again")
+            repeated = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+            self.problems += [
+                f"{self.path}: the header names {shortened(name)} twice; convert the file again"
+                for name in repeated
+            ]
         return content
 
     def _check_extents(self, extents: list[tuple[int, int]], num_bytes: int) -> None:
@@ -148,5 +152,5 @@ class SafetensorsFile:
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{shown(value)} is no size")
     return value

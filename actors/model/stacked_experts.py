@@ -13,6 +13,8 @@ from actors.model.safetensors_file import TensorInfo
 
 _STACKED = re.compile(rf"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)({SCALE_SUFFIX})?")
 _SINGLE = re.compile(r"(.+\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+_MAX_EXPERTS = 2**16
+"""Of a layer. A header may claim any number of experts without a byte of data."""
 
 
 def stacked_name(name: str) -> str | None:
@@ -24,7 +26,8 @@ def stacked_name(name: str) -> str | None:
 def by_expert(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """The released tensors that a stored tensor holds: its experts' where it is stacked, else itself."""
     match = _STACKED.fullmatch(name)
-    if match is None or len(info.shape) != 3 or (match[2] == "gate_up_proj" and info.shape[1] % 2):
+    is_stack = match is not None and len(info.shape) == 3 and info.shape[0] <= _MAX_EXPERTS
+    if match is None or not is_stack or (match[2] == "gate_up_proj" and info.shape[1] % 2):
         yield name, info
         return
     prefix, kind, suffix = match[1], match[2], match[3] or ""

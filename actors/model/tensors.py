@@ -1,5 +1,6 @@
 """The tensors of a checkpoint by their released names, with their shapes; nothing here reads a file."""
 
+import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,10 +11,17 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to, None for those of the whole model."""
+    match = _LAYER.match(name)
+    return None if match is None else int(match[1])
 
 
 def main_tensor_shapes(config: ModelConfig) -> Shapes:

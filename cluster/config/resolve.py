@@ -3,20 +3,19 @@
 What depends on the checkpoint is read here, and what ties settings to each other is checked here.
 """
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from actors.config import GroupConfig
 from actors.model.checkpoint_files import CheckpointFiles
 from actors.model.config import ModelConfig
+from actors.model.tensors import layer_of, layer_prefix
 from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
 from cluster.config.sizes import format_size
 from kernels_integration.errors import CheckpointError, ConfigError
 from kernels_integration.kv_layout import default_indexer_kv_dtype
 
 DEFAULT_SPECULATIVE_TOKENS = 3
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
 # Beyond any machine: what a real one lacks is told by doctor, and by the shard that cannot allocate it.
 MAX_KV_CACHE_MEMORY_BYTES = 64 * 2**40
@@ -103,8 +102,8 @@ def count_mtp_modules(model: ModelConfig, names: Iterable[str]) -> int:
 
 
 def _mtp_module(model: ModelConfig, name: str) -> int | None:
-    match = _LAYER.match(name)
-    module = int(match[1]) - model.num_hidden_layers if match else -1
+    layer = layer_of(name)
+    module = -1 if layer is None else layer - model.num_hidden_layers
     return module if 0 <= module < model.num_mtp_layers else None
 
 
@@ -126,11 +125,11 @@ def _read_model_config(given: str, path: Path) -> ModelConfig:
     return ModelConfig.from_pretrained(path)
 
 
-def _tensor_names(path: Path) -> Iterable[str]:
-    """From the headers, which decide; what is wrong with the files is the loader's to report."""
+def _files_of(path: Path) -> CheckpointFiles:
+    """What the headers say, which decide; the files are closed."""
     files = CheckpointFiles(path)
     files.close()
-    return files.tensors
+    return files
 
 
 def _default_name(given: str, path: Path) -> str:
@@ -180,7 +179,11 @@ def _indexer_kv_dtype(args: EngineArgs, model: ModelConfig, kv_cache_dtype: str)
 
 
 def _num_speculative_tokens(args: EngineArgs, model: ModelConfig, path: Path) -> int:
-    count = count_mtp_modules(model, _tensor_names(path)) if model.num_mtp_layers else 0
+    files = _files_of(path) if model.num_mtp_layers else None
+    count = 0 if files is None else count_mtp_modules(model, files.tensors)
+    lacking = None if files is None else files.missing_file_of(layer_prefix(model.num_hidden_layers + count))
+    if lacking is not None and args.num_speculative_tokens != 0:
+        raise CheckpointError(lacking)
     if args.num_speculative_tokens is None:
         return default_speculative_tokens(model, count)
     needed = model.num_drafting_layers(args.num_speculative_tokens)

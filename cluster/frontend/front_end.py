@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from actors.config import GroupConfig
 from actors.model.config import ModelConfig
+from actors.model.model_folder import ModelFolder
 from actors.requests import Request
 from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams, is_text
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
 from cluster.frontend.token_checks import bad_word_ids, require_candidates, require_text
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
-from cluster.tokenizer.json_files import read_json_object
+from cluster.tokenizer.files import CONFIG
 from cluster.tokenizer.messages import checked_messages
 from kernels_integration.errors import InvalidRequestError, shown
 
@@ -81,15 +82,14 @@ class ModelFrontend:
         """
         directory = Path(model_path)
         tokenizer = load_tokenizer(directory, mode=tokenizer_mode, chat_template=chat_template)
-        generation = read_json_object(directory / "generation_config.json")
+        generation = ModelFolder(directory).read_object("generation_config.json") or {}
+        config = tokenizer.files.object(CONFIG)
         return cls(
             tokenizer=tokenizer,
             served_model_name=served_model_name,
             max_model_len=max_model_len,
             vocab_size=ModelConfig.from_pretrained(directory).vocab_size,
-            eos_token_ids=eos_token_ids(
-                generation, read_json_object(directory / "config.json"), tokenizer.eos_token_id
-            ),
+            eos_token_ids=eos_token_ids(generation, config, tokenizer.eos_token_id),
             default_sampling_params=(
                 default_sampling_params(generation) if generation_config == "auto" else {}
             ),

@@ -6,30 +6,33 @@ from typing import Any
 import msgspec
 
 from actors.sampling_params import SamplingParams
-from kernels_integration.errors import CheckpointError, InvalidRequestError
+from kernels_integration.errors import CheckpointError, InvalidRequestError, shown
 
 _DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters that the file may set, as in vLLM; max_new_tokens sets max_tokens."""
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 def eos_token_ids(
     generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer_eos: int | None
 ) -> tuple[int, ...]:
-    """generation_config.json lists all ends of a stream; without it, config.json, then the tokenizer.
+    """All that generation_config.json, config.json and the tokenizer name as ends of a stream, as in vLLM: a
+    file that an export left behind must not make the model run on.
 
     Errors: CheckpointError when one is no token id.
     """
-    sources = {"generation_config.json": generation, "config.json": config}
-    for file, fields in sources.items():
-        found = fields.get("eos_token_id")
-        ids = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    found: list[int] = []
+    for file, fields in {"generation_config.json": generation, "config.json": config}.items():
+        value = fields.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _MAX_TOKEN_ID for i in ids):
             raise CheckpointError(
-                f"{file}: eos_token_id is {found!r}; it must be null, an integer >= 0 or a list of them"
+                f"{file}: eos_token_id is {shown(value)}; it must be null, an integer >= 0 or a list of them"
             )
-        if ids:
-            return tuple(ids)
-    return () if tokenizer_eos is None else (tokenizer_eos,)
+        found += ids
+    if tokenizer_eos is not None:
+        found.append(tokenizer_eos)
+    return tuple(dict.fromkeys(found))
 
 
 def default_sampling_params(generation: Mapping[str, Any]) -> dict[str, float | int]:
@@ -40,6 +43,9 @@ def default_sampling_params(generation: Mapping[str, Any]) -> dict[str, float | 
     try:
         params = SamplingParams(**defaults)
     except InvalidRequestError as error:
-        raise CheckpointError(f"generation_config.json: {error}") from error
+        raise CheckpointError(
+            f"generation_config.json: {error}. Correct the file, or serve without its sampling parameters by "
+            "--generation-config vllm"
+        ) from error
     given = msgspec.structs.asdict(params)
     return {name: given[name] for name in defaults}

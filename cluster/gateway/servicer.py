@@ -223,9 +223,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         async with errors_as_status(context, "GetTokenizer"):
             if self._bundle is None:
-                self._bundle = await asyncio.to_thread(
-                    TokenizerBundle, self._config.model_path, self._config.chat_template
-                )
+                files = self._frontend.tokenizer.files
+                self._bundle = await asyncio.to_thread(TokenizerBundle, files)
             for chunk in self._bundle.chunks():
                 yield chunk
 

@@ -5,9 +5,10 @@ from typing import Literal
 
 from cluster.tokenizer.deepseek_v32_tokenizer import DeepseekV32Tokenizer
 from cluster.tokenizer.fast_tokenizer import FastTokenizer
-from cluster.tokenizer.json_files import read_json_object
-from cluster.tokenizer.template_files import DEFAULT, checkpoint_templates, given_template
+from cluster.tokenizer.files import CONFIG, TokenizerFiles
+from cluster.tokenizer.template_files import chat_templates
 from cluster.tokenizer.tokenizer import Tokenizer
+from kernels_integration.errors import CheckpointError, ConfigError
 
 TokenizerMode = Literal["auto", "hf", "deepseek_v32"]
 
@@ -22,18 +23,17 @@ def load_tokenizer(
     chat_template: a file that is used instead of all templates of the checkpoint.
     Errors: CheckpointError; ConfigError for chat_template.
     """
-    directory = Path(path)
+    files = TokenizerFiles.read(path, chat_template=chat_template)
     if mode == "deepseek_v32":
-        return DeepseekV32Tokenizer.from_pretrained(directory, chat_templates={})
-    if chat_template is not None:
-        return FastTokenizer.from_pretrained(
-            directory, chat_templates={DEFAULT: given_template(chat_template)}
-        )
-    templates = checkpoint_templates(directory)
-    if mode == "auto" and not templates and _model_type(directory) == "deepseek_v32":
-        return DeepseekV32Tokenizer.from_pretrained(directory, chat_templates={})
-    return FastTokenizer.from_pretrained(directory, chat_templates=templates)
-
-
-def _model_type(directory: Path) -> object:
-    return read_json_object(directory / "config.json").get("model_type")
+        return DeepseekV32Tokenizer.of_files(files.without_templates(), chat_templates={})
+    try:
+        templates = chat_templates(files)
+    except CheckpointError as error:
+        if chat_template is None:
+            raise
+        raise ConfigError(
+            f"chat-template {chat_template}: {error}; it must be a file that holds a Jinja template"
+        ) from error
+    if mode == "auto" and not templates and files.object(CONFIG).get("model_type") == "deepseek_v32":
+        return DeepseekV32Tokenizer.of_files(files, chat_templates={})
+    return FastTokenizer.of_files(files, chat_templates=templates)

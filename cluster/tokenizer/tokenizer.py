@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from cluster.tokenizer.files import TokenizerFiles
+
 
 class Tokenizer(Protocol):
     """Text to ids and back, and chats to text. Implementations: FastTokenizer, DeepseekV32Tokenizer."""
@@ -12,6 +14,10 @@ class Tokenizer(Protocol):
     @property
     def backend(self) -> tokenizers.Tokenizer:
         """The `tokenizers` object, special tokens included, as the coordinator and streams use it."""
+
+    @property
+    def files(self) -> TokenizerFiles:
+        """What it was made of, and what clients get to make the same."""
 
     @property
     def special_tokens(self) -> Mapping[str, str]:

@@ -1,5 +1,8 @@
 """Messages of a Generate call to text, against the tokenizer's own decoding."""
 
+import io
+import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -117,7 +120,7 @@ def test_a_finish_reason_that_hides_a_failure_is_an_error():
 
 
 def test_the_tokenizer_comes_whole_or_not_at_all(tokenizer):
-    chunks = list(TokenizerBundle(TINY_DSA).chunks())
+    chunks = list(TokenizerBundle(tokenizer.files).chunks())
     assert all(len(c.data) == CHUNK_BYTES for c in chunks[:-1])
     fetched = from_chunks(chunks)
     text = "What is the capital of France?"
@@ -131,11 +134,58 @@ def test_the_tokenizer_comes_whole_or_not_at_all(tokenizer):
 
 def test_clients_get_the_template_that_the_server_was_given(tmp_path):
     (tmp_path / "mine").write_text("{{ messages[0].content }}!")
-    fetched = from_chunks(list(TokenizerBundle(TINY_DSA, tmp_path / "mine").chunks()))
+    server = load_tokenizer(TINY_DSA, chat_template=tmp_path / "mine")
+    fetched = from_chunks(list(TokenizerBundle(server.files).chunks()))
     assert fetched.render_chat([{"role": "user", "content": "Hi"}]) == "Hi!"
 
 
-def test_a_checkpoint_without_a_tokenizer_cannot_be_bundled(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"lacks tokenizer\.json, tokenizer_config\.json"):
-        TokenizerBundle(tmp_path)
+def made(folder):
+    folder.mkdir()
+    return folder
+
+
+def checkpoint_with(folder, *, without=(), **files):
+    """The bundled tokenizer's files in a folder of their own, some left out, others added."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if name not in without:
+            shutil.copy(TINY_DSA / name, folder)
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return folder
+
+
+def test_clients_render_what_the_server_renders_wherever_its_templates_lie(tmp_path):
+    template = "<|bos|>TOOLS {{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = checkpoint_with(tmp_path, additional_chat_templates__tool_use_dot_jinja=template)
+    server = load_tokenizer(folder)
+    client = from_chunks(list(TokenizerBundle(server.files).chunks()))
+    chat, tools = [{"role": "user", "content": "Hi"}], [{"type": "function", "function": {"name": "f"}}]
+    assert server.render_chat(chat, tools=tools).startswith("<|bos|>TOOLS")
+    assert client.render_chat(chat, tools=tools) == server.render_chat(chat, tools=tools)
+    assert client.render_chat(chat) == server.render_chat(chat)
+    given = load_tokenizer(folder, chat_template=folder / "additional_chat_templates" / "tool_use.jinja")
+    client = from_chunks(list(TokenizerBundle(given.files).chunks()))
+    assert client.render_chat(chat) == given.render_chat(chat) == "<|bos|>TOOLS nullHi"
+
+
+def test_clients_can_load_what_a_server_serves_without_a_tokenizer_config(tmp_path):
+    server = load_tokenizer(checkpoint_with(tmp_path, without=["tokenizer_config.json"]))
+    client = from_chunks(list(TokenizerBundle(server.files).chunks()))
+    assert client.encode("Hi") == server.encode("Hi")
+    chat = [{"role": "user", "content": "Hi"}]
+    assert client.render_chat(chat) == server.render_chat(chat)
+
+
+def test_what_clients_get_is_what_was_parsed(tmp_path):
+    """A link to a file that only the server's user may read is refused; unread files are not handed out."""
+    folder = checkpoint_with(made(tmp_path / "model"), secret_dot_json='{"key": "sesame"}')
+    server = load_tokenizer(folder)
+    data = TokenizerBundle(server.files).data
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert set(archive.namelist()) == {"tokenizer.json", "config.json", "tokenizer_config.json"}
+    (tmp_path / "token").write_text('{"key": "sesame"}')
+    (folder / "special_tokens_map.json").symlink_to(tmp_path / "token")
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json leads to .*token"):
+        load_tokenizer(folder)

@@ -95,12 +95,13 @@ def test_the_checkpoints_defaults_apply_only_where_nothing_is_given(frontend: Mo
     ("generation", "config_eos", "ids"),
     [
         ({"eos_token_id": [1, 7]}, 1, (1, 7)),
-        ({"eos_token_id": 7}, 1, (7,)),
-        ({}, [5, 6], (5, 6)),
+        ({"eos_token_id": 7}, 1, (7, 1)),
+        ({"eos_token_id": 2}, 3, (2, 3, 1)),
+        ({}, [5, 6], (5, 6, 1)),
         (None, None, (1,)),
     ],
 )
-def test_ends_of_a_stream_come_from_the_most_telling_file(
+def test_every_end_that_a_file_names_ends_a_stream(
     checkpoint: Path, generation: dict[str, Any] | None, config_eos: Any, ids: tuple[int, ...]
 ) -> None:
     if generation is not None:
@@ -119,9 +120,16 @@ def test_an_end_that_is_no_token_id(checkpoint: Path, file: str, ids: Any) -> No
         make(checkpoint)
 
 
+def test_a_default_that_stops_the_start_is_told_with_the_way_around_it(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(CheckpointError, match=r"temperature is -1.*--generation-config vllm"):
+        make(checkpoint)
+    assert make(checkpoint, generation_config="vllm").default_sampling_params == {}
+
+
 def test_an_added_token_under_no_id(checkpoint: Path) -> None:
     (checkpoint / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"x": {"content": "<x>"}}}')
-    with pytest.raises(CheckpointError, match="has the key 'x'; it must be a token id"):
+    with pytest.raises(CheckpointError, match="has the id 'x'; it must be a whole number"):
         make(checkpoint)
 
 

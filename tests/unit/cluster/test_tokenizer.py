@@ -241,3 +241,47 @@ def test_the_mode_chooses_how_chats_are_written(bare: Path) -> None:
     assert type(load_tokenizer(bare)) is FastTokenizer
     forced = load_tokenizer(bare, mode="deepseek_v32")
     assert forced.render_chat([{"role": "user", "content": "x"}]).endswith("</think>")
+
+
+def test_special_tokens_that_only_the_config_declares_are_not_split(tmp_path: Path) -> None:
+    """The tokens stand in the vocabulary, under the same ids."""
+    raw = json.loads((BUNDLED_CHECKPOINT / "tokenizer.json").read_text())
+    config = json.loads((BUNDLED_CHECKPOINT / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {
+        str(token["id"]): {name: value for name, value in token.items() if name != "id"}
+        for token in raw["added_tokens"]
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"added_tokens": []}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    shutil.copy(BUNDLED_CHECKPOINT / "config.json", tmp_path)
+    text = "<|bos|><|user|>Hi<|assistant|>"
+    tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == [0, 4, 47, 80, 5] == reference(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == "Hi"
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_files_of_older_releases_count_as_in_transformers(tmp_path: Path, has_decoder: bool) -> None:
+    shutil.copy(BUNDLED_CHECKPOINT / "tokenizer.json", tmp_path)
+    flags = {"lstrip": True, "rstrip": False, "single_word": False, "normalized": False}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|old|>",
+        "image_token": "<|image|>",
+        "extra_special_tokens": {"audio_token": "<|audio|>"},
+    }
+    if has_decoder:
+        config["added_tokens_decoder"] = {"6144": {"content": "<|turn|>", "special": True} | flags}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|end|>"} | flags, "pad_token": "<|none|>"})
+    )
+    (tmp_path / "added_tokens.json").write_text('{"<|b|>": 6145, "<|a|>": 6144, "<|none|>": 6146}')
+    tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "a <|end|>b<|old|> <|a|><|b|><|none|><|image|><|audio|> <|turn|>"
+    ids = reference(text).input_ids
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.eos_token_id == reference.eos_token_id
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert tokenizer.special_tokens == dict(reference.special_tokens_map)
