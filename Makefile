@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SMG_VERSION := 1.13.0
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup setup-dev demo serve test test-fast lint format clean
+.PHONY: help setup setup-dev demo serve test test-fast test-gpu lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ test: setup-dev  ## all tests: unit, Ray, gateway, end to end
 
 test-fast: setup-dev  ## unit tests only: no Ray, no sockets
 	$(PYTEST) tests/unit -m "not slow"
+
+test-gpu:  ## kernels on a GPU, with the python that has its torch: make test-gpu PYTHON=python3
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/gpu
 
 lint: setup-dev  ## ruff, mypy, import directions
 	$(BIN)/ruff check .
