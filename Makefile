@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SMG_VERSION := 1.13.0
+# Two workers; what needs the machine for itself (Ray, servers) stays together on one of them.
+SPREAD := -n 2 --dist loadgroup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup setup-dev demo serve test test-fast test-gpu lint format clean
+.PHONY: help setup setup-dev demo serve test test-all test-fast test-gpu lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,11 +41,14 @@ demo: setup  ## a local Ray group (tp 2, dcp 2, 3 drafts) answers two prompts ov
 serve: setup  ## serve the bundled checkpoint; pass flags with ARGS="-tp 2 --port 50051"
 	$(BIN)/latentray serve $(ARGS)
 
-test: setup-dev  ## all tests: unit, Ray, gateway, end to end
-	$(PYTEST) tests
+test: setup-dev  ## all tests: unit, Ray, gateway, end to end; of large products a sample
+	$(PYTEST) $(SPREAD) tests
+
+test-all: setup-dev  ## the same with every case of every product (nightly)
+	$(PYTEST) $(SPREAD) --all-cases tests
 
 test-fast: setup-dev  ## unit tests only: no Ray, no sockets
-	$(PYTEST) tests/unit -m "not slow"
+	$(PYTEST) $(SPREAD) tests/unit -m "not slow"
 
 test-gpu:  ## kernels on a GPU, with the python that has its torch: make test-gpu PYTHON=python3
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/gpu

@@ -72,6 +72,7 @@ def plain_streams(path: Path) -> dict[str, list[int]]:
     return {name: c.token_ids for name, c in collected.items()}
 
 
+@pytest.mark.product(20)
 @pytest.mark.parametrize(
     ("tp", "dcp", "expert_parallel"), [(1, 1, False), (2, 2, False), (4, 2, False), (4, 1, True)]
 )
@@ -94,6 +95,7 @@ def test_one_stream(path, tp, dcp, expert_parallel, k):
     assert {name: c.token_ids for name, c in collected.items()} == plain_streams(path)
 
 
+@pytest.mark.product(12)
 @pytest.mark.parametrize(
     "k", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3, 5]
 )
@@ -127,6 +129,7 @@ def test_drafts_are_those_of_the_formulas(path, k, rows, scheduling):
     assert len(num_held) > 1, "drafts are all accepted or all refused"
 
 
+@pytest.mark.product(3)
 def test_a_long_stretch_without_drafts_forgets_the_oldest_rows(path):
     """More rows than may wait: afterwards module j sees slots from mtp_from + j on, and no hole."""
     ids = prompt(50)

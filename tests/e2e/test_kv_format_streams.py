@@ -40,6 +40,7 @@ def streams() -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.product(4)
 @pytest.mark.parametrize(
     ("tp", "dcp", "k"),
     [

@@ -56,17 +56,20 @@ def _check(streams: dict[str, list[int]], *, together: bool = True, **config) ->
     assert not differing
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 5, 8])
 def test_any_number_of_drafts(streams, k):
     _check(streams, num_speculative_tokens=k)
 
 
+@pytest.mark.product(4)
 @pytest.mark.parametrize(("tp", "dcp"), [(2, 1), (2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("k", [0, 3])
 def test_any_topology(streams, tp, dcp, k):
     _check(streams, tensor_parallel_size=tp, decode_context_parallel_size=dcp, num_speculative_tokens=k)
 
 
+@pytest.mark.product(4)
 @pytest.mark.parametrize("block_size", [4, 16, 64])
 @pytest.mark.parametrize(("dcp", "interleaved_by"), [(1, "token"), (2, "token"), (2, "block")])
 def test_any_block_size_and_interleave(streams, block_size, dcp, interleaved_by):

@@ -85,6 +85,7 @@ def rate(cost: Cost, size: int, rates: list[float], k: int) -> float:
     return float(size * (1 + np.cumprod(rates)[:k].sum()) / cost(size, k, size * k))
 
 
+@pytest.mark.product(9)
 @pytest.mark.parametrize("cost", [cpu, gpu])
 @pytest.mark.parametrize("size", [1, 8, 32])
 @pytest.mark.parametrize("rates", [[0.3, 0.25, 0.2], [0.75, 0.75, 0.7], [0.97, 0.97, 0.97]])

@@ -37,6 +37,7 @@ def test_a_request_that_has_nothing_in_flight_says_what_it_knows() -> None:
     assert (unknown.start.tolist(), unknown.accepted.tolist()) == ([-1], [])
 
 
+@pytest.mark.product(60)
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 @pytest.mark.parametrize("draft", [oracle, anti_oracle, sometimes_right])
 @pytest.mark.parametrize("k", [0, 1, 8])

@@ -140,6 +140,7 @@ def run(path, ids, topology, dtype):
     return logits[:, :vocab_size], results[0][1]
 
 
+@pytest.mark.product(26)
 def test_float32_equals_transformers(path):
     reference = Reference(path)
     reference.follow_the_config_in_latent_norms()
@@ -152,6 +153,7 @@ def test_float32_equals_transformers(path):
         assert torch.equal(ours[:num_decided].argmax(-1), theirs[:num_decided].argmax(-1)), topology
 
 
+@pytest.mark.product(26)
 def test_float64_equals_the_formulas(path):
     naive, ids = NaiveModel(path), token_ids(4)
     h = naive.hidden(ids)

@@ -1,0 +1,60 @@
+"""How a run chooses and spreads tests: samples of large products, and what must run one at a time."""
+
+import os
+import random
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ONE_AT_A_TIME = ("tests/ray/", "tests/gateway/", "tests/unit/transport/")
+"""They start clusters and servers, or watch clocks."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="every case of products, not a sample")
+    parser.addoption(
+        "--sample-seed",
+        default=os.environ.get("SAMPLE_SEED") or _commit(),
+        help="chooses the sample of products; by default the commit, so that it changes with each",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--all-cases"):
+        return "products: all cases"
+    return f"products: a sample; the same one again: --sample-seed {config.getoption('--sample-seed')}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep `num` cases of each test marked product(num); give all that needs the machine to one worker."""
+    if not config.getoption("--all-cases"):
+        dropped = _not_in_sample(items, config.getoption("--sample-seed"))
+        items[:] = [item for item in items if item not in dropped]
+        config.hook.pytest_deselected(items=list(dropped))
+    for item in items:
+        alone = any(item.get_closest_marker(name) for name in ("ray", "gateway", "alone"))
+        if alone or item.nodeid.startswith(ONE_AT_A_TIME):
+            item.add_marker(pytest.mark.xdist_group("one at a time"))
+
+
+def _not_in_sample(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
+    products: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("product"):
+            products[item.nodeid.split("[")[0]].append(item)
+    dropped: set[pytest.Item] = set()
+    for name, cases in products.items():
+        marker = cases[0].get_closest_marker("product")
+        assert marker is not None
+        (num,) = marker.args
+        dropped.update(random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - num)))
+    return dropped
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "0"
