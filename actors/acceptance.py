@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels_integration.philox import Purpose, philox4x32, split64
-
-MASKED = -1
-"""Token of a row at or beyond the request's last writable position."""
+from kernels_integration.token_marks import MASKED
 
 
 def count_emitted(drafts: NDArray[Any], tokens: NDArray[Any], k: NDArray[Any]) -> NDArray[np.int64]:
@@ -20,7 +18,8 @@ def count_emitted(drafts: NDArray[Any], tokens: NDArray[Any], k: NDArray[Any]) -
 
     k [V]: drafts of each verify; a final chunk counts as a verify with k = 0. drafts [sum k]: d_1..d_k of
     each. tokens [sum (k + 1)]: x_0..x_k, the target's own token of each row, or MASKED. x_0 is emitted; x_i
-    follows while d_i equals x_{i-1}; a masked row emits nothing.
+    follows while d_i equals x_{i-1}; a masked row emits nothing. NO_TOKEN is emitted like a token, and as no
+    draft equals it, nothing follows it.
     """
     num_tokens = k.astype(np.int64) + 1
     if not len(num_tokens):

@@ -33,7 +33,7 @@ class Cuts:
     top_k: Tensor
     """[R] int64; 0 or at least the vocabulary: off."""
     top_p: Tensor
-    """[R] float, in (0, 1]."""
+    """[R] float, in [0, 1]."""
     min_p: Tensor
     """[R] float, in [0, 1]."""
 
@@ -61,8 +61,8 @@ class Survivors:
 def surviving(scaled: Tensor, vocab_start: int, cuts: Cuts, comm: Collectives) -> Survivors:
     """What min-p, top-k and top-p leave of each row.
 
-    scaled: [R, V] logits over temperature of this rank's slice, without NaN or +inf; rank r + 1's slice
-    lies above rank r's. A row of -inf alone has no survivors. Collective.
+    scaled: [R, V] logits over temperature of this rank's slice, without +inf; rank r + 1's slice lies above
+    rank r's. A row of -inf alone, or with a NaN on some rank, has no survivors. Collective.
     """
     num_rows, slice_size = scaled.shape
     vocab_size = comm.size * slice_size
@@ -176,7 +176,7 @@ def _cut(
         reached = weight.cumsum(dim=1)
         share = top_p * torch.where(mass > 0, mass, reached[:, -1:]).double()
         # A token stays while the mass before it falls short of the share.
-        num_share = ((reached - weight).double() < share).sum(dim=1, keepdim=True)
+        num_share = ((reached - weight).double() < share).sum(dim=1, keepdim=True).clamp_(min=1)
         falls_short = reached.gather(1, num_certain - 1).double() < share
         num_kept = torch.where(cut_p, num_kept.minimum(num_share), num_kept)
         # With the mass known, reaching the share within the certain part settles the row, whatever follows.

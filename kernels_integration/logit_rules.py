@@ -47,6 +47,9 @@ class Penalties:
         held = self.counts > 0
         repetition = self.repetition.to(dtype).unsqueeze(1)
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        # A finite logit stays one: a division may overflow, and -inf stands for what nobody may draw.
+        end = torch.finfo(dtype).max
+        repeated = torch.where(logits.isinf(), logits, repeated.clamp_(-end, end))
         logits = torch.where(held | self.in_prompt, repeated, logits)
         logits = logits - self.frequency.to(dtype).unsqueeze(1) * self.counts
         return logits - self.presence.to(dtype).unsqueeze(1) * held
@@ -64,6 +67,8 @@ class LogitRules:
     bias: Tensor | None = None
     """Float64, one value for each entry of `biased`."""
     penalties: Penalties | None = None
+    failed_rows: Tensor | None = None
+    """[F] int64: rows whose rules could not be had. They become NaN, and so draw nothing on any rank."""
 
     def apply(self, logits: Tensor) -> Tensor:
         """[R, V] edited logits; `logits` itself is not written."""
@@ -78,4 +83,6 @@ class LogitRules:
             edited[self.biased.row, self.biased.column] += self.bias.to(logits.dtype)
         if self.penalties is not None:
             edited[self.penalties.row] = self.penalties.apply(edited[self.penalties.row])
+        if self.failed_rows is not None:
+            edited[self.failed_rows] = torch.nan
         return edited

@@ -30,8 +30,8 @@ def logprobs_of(
 ) -> Logprobs:
     """Log probabilities of `tokens` [R] and of the num_top best.
 
-    logits: [R, V] of this rank's slice, without NaN or +inf, each row with a possible token on some rank;
-    rank r + 1's slice lies above rank r's. Collective.
+    logits: [R, V] of this rank's slice, without NaN or +inf; rank r + 1's slice lies above rank r's. In a row
+    without a possible token all are -inf. Collective.
     """
     num_rows, slice_size = logits.shape
     num_local = min(num_top, slice_size)
@@ -50,6 +50,7 @@ def logprobs_of(
     peaks, masses = gathered[:, 0], gathered[:, 1]
     top_peak = peaks.amax(dim=0)
     lse = top_peak + ((peaks - top_peak).exp() * masses).sum(dim=0).log()
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
     sampled = gathered[:, 2].amax(dim=0) - lse
     top_values = torch.full((num_rows, num_top), -torch.inf, dtype=torch.float64, device=logits.device)
     top_ids = torch.full((num_rows, num_top), -1, dtype=torch.int64, device=logits.device)

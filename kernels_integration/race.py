@@ -30,8 +30,8 @@ def race(
 ) -> tuple[Tensor, Tensor]:
     """([R] float64 best s + gumbel, [R] int64 its token id); equal scores: the lower id.
 
-    scaled: [R, V] float32 or float64 without NaN or +inf; seed, position: [R] int64. A row of -inf alone
-    scores -inf.
+    scaled: [R, V] float32 or float64 without +inf; seed, position: [R] int64. A row of -inf alone scores
+    -inf, one with a NaN scores NaN.
     """
     num_rows, count = scaled.shape
     columns_at_once = min(count, _TOKENS_AT_ONCE)
@@ -64,7 +64,8 @@ def _race(
     latest = rho.neg_().log1p_().neg_().mul_(1 + _SLACK)
     row, column = (ratio <= latest.to(scaled.dtype)).nonzero(as_tuple=True)
     score = scaled[row, column].double() + gumbel(bits[row, column])
-    return best_per_row(row, score, column + vocab_start, scaled.shape[0])
+    best, token = best_per_row(row, score, column + vocab_start, scaled.shape[0])
+    return best.masked_fill_(peak.squeeze(1).isnan(), torch.nan), token
 
 
 def best_per_row(row: Tensor, score: Tensor, token: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -18,14 +18,20 @@ from kernels_integration.filters import surviving
 from kernels_integration.philox import Purpose
 from kernels_integration.race import race
 from kernels_integration.ranking import row_max
-from kernels_integration.sampling import GREEDY_BELOW, SamplingRows, best_of_ranks, without_nan
+from kernels_integration.sampling import (
+    GREEDY_BELOW,
+    SamplingRows,
+    best_of_ranks,
+    over_temperature,
+    without_nan,
+)
 
 
 def probabilities(local_logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collectives) -> Tensor:
     """[R, V] float64: this rank's slice of the distribution that each row draws from. Collective.
 
-    After rules, temperature and filters; all on the best token where a row is greedy. Arguments as for
-    `sampling.sample`.
+    After rules, temperature and filters; all on the best token where a row is greedy; NaN, on every rank, in
+    a row that can draw nothing. Arguments as for `sampling.sample`.
     """
     if not len(local_logits):  # a step of middle chunks draws nothing
         return local_logits.double()
@@ -33,8 +39,7 @@ def probabilities(local_logits: Tensor, vocab_start: int, rows: SamplingRows, co
     if rows.rules is not None:
         logits = rows.rules.apply(logits)
     greedy = (rows.temperature < GREEDY_BELOW) | (rows.top_k == 1)
-    temperature = rows.temperature.masked_fill(greedy, 1.0).to(logits.dtype)
-    scaled = logits / temperature.unsqueeze(1)
+    scaled = over_temperature(logits, rows.temperature.masked_fill(greedy, 1.0))
     weights = _weights(scaled, comm)
     filtered = (rows.cuts().active(comm.size * logits.shape[1]) & ~greedy).nonzero().squeeze(1)
     if len(filtered):
@@ -54,7 +59,7 @@ def probabilities(local_logits: Tensor, vocab_start: int, rows: SamplingRows, co
 def draw(
     probability: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose, comm: Collectives
 ) -> Tensor:
-    """[R] int64 tokens of (not necessarily normalised) probabilities [R, V]. Collective."""
+    """[R] int64 tokens of (not necessarily normalised) probabilities [R, V]; NO_TOKEN of NaN. Collective."""
     if not len(probability):
         return torch.empty(0, dtype=torch.int64, device=probability.device)
     return best_of_ranks(*race(probability.log(), vocab_start, seed, position, purpose), comm)
@@ -79,7 +84,11 @@ def judge(
     position: Tensor,
     comm: Collectives,
 ) -> Judgement:
-    """Drafts `tokens` [R], drawn from `draft` [R, V], where the target has `target` [R, V]. Collective."""
+    """Drafts `tokens` [R], drawn from `draft` [R, V], where the target has `target` [R, V]. Collective.
+
+    A draft that `draft` gives no probability is not accepted; a row of the target that can draw nothing (NaN)
+    accepts none, and its residual is NO_TOKEN.
+    """
     num_rows, slice_size = target.shape
     if not num_rows:
         none = torch.empty(0, dtype=torch.int64, device=target.device)
@@ -94,7 +103,8 @@ def judge(
     # Where p and q are equal the draft is always accepted; any legal row serves as its residual.
     left = torch.where(most.unsqueeze(1) > 0, left, target)
     return Judgement(
-        ratio=(p / q).float(), residual=draw(left, vocab_start, seed, position, Purpose.RESIDUAL, comm)
+        ratio=torch.where((q > 0) & (p >= 0), p / q, 0).float(),
+        residual=draw(left, vocab_start, seed, position, Purpose.RESIDUAL, comm),
     )
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kernels_integration.collectives import Collectives
-from kernels_integration.errors import LatentrayError
 from kernels_integration.filters import Cuts, surviving
 from kernels_integration.logit_rules import LogitRules
 from kernels_integration.logprobs import Logprobs, logprobs_of
 from kernels_integration.noise import gumbel, random_bits_at
 from kernels_integration.race import best_per_row, race
 from kernels_integration.ranking import row_max
+from kernels_integration.token_marks import NO_TOKEN
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM: dividing by it may overflow."""
@@ -35,7 +35,7 @@ class SamplingRows:
     top_k: Tensor
     """[R] int64; 0 or at least the vocabulary: off."""
     top_p: Tensor
-    """[R] float in (0, 1]; 1: off."""
+    """[R] float in [0, 1]; 1: off. The best token stays, whatever is left of a tiny value."""
     min_p: Tensor
     """[R] float in [0, 1]; 0: off."""
     seed: Tensor
@@ -58,7 +58,7 @@ class Sampled:
     """The same on every rank."""
 
     tokens: Tensor
-    """[R] int64."""
+    """[R] int64; NO_TOKEN in rows without a finite logit."""
     logprobs: Logprobs | None
     """Of the rows asked for, in order."""
 
@@ -70,8 +70,9 @@ def sample(local_logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Col
     above rank r's. Logits are edited and divided by the temperature in their own dtype; scores, cuts and log
     probabilities are float64. Log probabilities are those of the unedited logits.
 
-    NaN and +inf are no number a model can mean: they count as -inf, as padding does, and are never chosen.
-    Errors: LatentrayError, on every rank, when a row has no other entry.
+    NaN and +inf are no number a model can mean: they count as -inf, as padding does, and are never chosen. A
+    row that has no other entry, or whose rules failed on some rank, gives NO_TOKEN on every rank, and no
+    other row notices. What leaves the dtype's range by rules or a low temperature stays at its end.
     """
     num_rows = local_logits.shape[0]
     if num_rows == 0:
@@ -102,7 +103,7 @@ def _draw(logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collective
 
     filtered = rows.cuts().active(comm.size * logits.shape[1]) & ~greedy
     if not bool((greedy | filtered).any()):
-        scaled = logits / rows.temperature.to(logits.dtype).unsqueeze(1)
+        scaled = over_temperature(logits, rows.temperature)
         return best_of_ranks(*race(scaled, vocab_start, rows.seed, rows.position), comm)
     tokens = torch.empty_like(rows.seed)
     whole = (~filtered).nonzero().squeeze(1)
@@ -141,25 +142,32 @@ def _draw_filtered(
     row = index[kept.row]
     noise = gumbel(random_bits_at(rows.seed[row], rows.position[row], kept.token))
     best, tokens = best_per_row(kept.row, kept.value + noise, kept.token, len(index))
-    _require_candidates(best)
-    return tokens
+    return _or_no_token(tokens, best)
 
 
 def _scaled(logits: Tensor, rows: SamplingRows, index: Tensor) -> Tensor:
     part = logits if len(index) == logits.shape[0] else logits[index]
-    return part / rows.temperature[index].to(logits.dtype).unsqueeze(1)
+    return over_temperature(part, rows.temperature[index])
+
+
+def over_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[R, V] logits / temperature [R], in the logits' dtype; at most its greatest number, which ties."""
+    scaled = logits / temperature.to(logits.dtype).unsqueeze(1)
+    return scaled.clamp_(max=torch.finfo(logits.dtype).max)
 
 
 def best_of_ranks(value: Tensor, token: Tensor, comm: Collectives) -> Tensor:
-    """[R] token of the greatest value over all ranks, ties to the lower id; value, token: [R]."""
+    """[R] token of the greatest value over all ranks, ties to the lower id; value, token: [R].
+
+    NO_TOKEN where that is -inf, or NaN on some rank.
+    """
     if comm.size > 1:
         # One message: the float64's bits beside the id.
         pairs = comm.all_gather(torch.stack((value.view(torch.int64), token)))  # [W, 2, R]
         values, tokens = pairs[:, 0].view(torch.float64), pairs[:, 1]
         value = values.amax(dim=0)
         token = tokens.masked_fill(values < value, torch.iinfo(torch.int64).max).amin(dim=0)
-    _require_candidates(value)
-    return token
+    return _or_no_token(token, value)
 
 
 def without_nan(logits: Tensor) -> Tensor:
@@ -170,9 +178,5 @@ def without_nan(logits: Tensor) -> Tensor:
     return logits.masked_fill(~(logits < torch.inf), -torch.inf)
 
 
-def _require_candidates(best: Tensor) -> None:
-    if float(best.amin()) == -torch.inf:
-        raise LatentrayError(
-            "a row of logits holds only NaN, +inf or -inf; a token needs at least one finite logit; "
-            "check the checkpoint's weights for NaN, and against overflow use --dtype float32"
-        )
+def _or_no_token(token: Tensor, value: Tensor) -> Tensor:
+    return token.masked_fill(~(value > -torch.inf), NO_TOKEN)

@@ -15,6 +15,7 @@ from actors.config import GroupConfig
 from actors.coordinator.acceptance_counters import AcceptanceCounters
 from actors.coordinator.blocks import BlockManager
 from actors.coordinator.draft_policy import DraftPolicy, StepResult, draft_policy_of
+from actors.coordinator.drew_nothing import drew_nothing
 from actors.coordinator.logprobs import LogprobRows
 from actors.coordinator.prefix_cache import PrefixCache
 from actors.coordinator.request_state import NEVER, RequestState
@@ -27,6 +28,7 @@ from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
 from kernels_integration.errors import DuplicateRequestError, InvalidRequestError, LatentrayError
 from kernels_integration.spans import Spans
+from kernels_integration.token_marks import NO_TOKEN
 
 STEPS_IN_FLIGHT = {"sync": 1, "deferred": 2}
 """Sync: the next step is chosen when the last has reported. Deferred: while the last one runs."""
@@ -203,8 +205,10 @@ class Coordinator:
             request, end = rows.request, first + rows.k + 1
             first_logprob = logprobs.claim(end - first) if request.num_logprobs is not None else 0
             if request.admission == rows.admission:
+                emitted = tokens[first : first + num]
+                self._distrust_if_failed(request, emitted)
                 self._take_verify(rows, tokens[first:end], num, length)
-                self._commit(request, tokens[first : first + num], logprobs, first_logprob)
+                self._commit(request, emitted, logprobs, first_logprob)
             first = end
         for rows, length in zip(chunks, lengths[len(verifies) :], strict=True):
             request, end = rows.request, first + (rows.kind is RowKind.FINAL_CHUNK)
@@ -213,6 +217,7 @@ class Coordinator:
             num_prompt_rows = prompt.num_rows(rows.start, rows.num_rows) if prompt is not None else 0
             first_prompt_row = prompt_logprobs.claim(num_prompt_rows)
             if request.admission == rows.admission:
+                self._distrust_if_failed(request, tokens[first:end])
                 self._take_chunk(rows, length)
                 if prompt is not None:
                     prompt.add(prompt_logprobs, first_prompt_row, rows.start, num_prompt_rows)
@@ -357,9 +362,21 @@ class Coordinator:
         if end >= request.publish_at:
             self._prefix_cache.publish(request, end)
 
+    def _distrust_if_failed(self, request: RequestState, emitted: tuple[int, ...]) -> None:
+        """KV whose last row led to nothing finite is nobody else's prefix."""
+        if emitted and emitted[-1] == NO_TOKEN:
+            request.publish_at = NEVER
+
     def _commit(
         self, state: RequestState, emitted: tuple[int, ...], logprobs: LogprobRows, first_row: int
     ) -> None:
+        """Append what a step emitted. NO_TOKEN, which stands last if at all, fails the request."""
+        if emitted and emitted[-1] == NO_TOKEN:
+            if len(emitted) > 1:
+                self._commit(state, emitted[:-1], logprobs, first_row)
+            if state.stop.finish_reason is None:
+                self._fail(state, *drew_nothing(state))
+            return
         kept = state.commit(emitted)
         self._num_generated_tokens += len(kept)
         num_top, stop = state.num_logprobs, state.stop

@@ -61,7 +61,8 @@ class CoupledSampler:
 
     def draft(self, logits: Tensor, slots: Int64s, positions: Int64s, before: Tensor) -> Tensor:
         rows = self._state.rows(slots, positions, preceding=_before(before), with_logprobs=False)
-        return sample(logits, self._vocab_start, rows, self._comm).tokens
+        # A draft that cannot be drawn may be any token: the target decides.
+        return sample(logits, self._vocab_start, rows, self._comm).tokens.clamp_(min=0)
 
     def verify(self, logits: Tensor, rows: StepRows, drafts: Tensor) -> Verified:
         _, slots, positions = rows.sampled_rows()
@@ -90,8 +91,10 @@ class StandardSampler:
             self._draft_probabilities = []
         rows = self._state.rows(slots, positions, preceding=_before(before), with_logprobs=False)
         probability = probabilities(logits, self._vocab_start, rows, self._comm)
-        self._draft_probabilities.append(probability)
-        return draw(probability, self._vocab_start, rows.seed, rows.position, Purpose.DRAFT, self._comm)
+        token = draw(probability, self._vocab_start, rows.seed, rows.position, Purpose.DRAFT, self._comm)
+        # A draft that cannot be drawn may be any token: of probability 0, so it is not accepted.
+        self._draft_probabilities.append(probability.nan_to_num_(nan=0.0))
+        return token.clamp_(min=0)
 
     def verify(self, logits: Tensor, rows: StepRows, drafts: Tensor) -> Verified:
         _, slots, positions = rows.sampled_rows()

@@ -1,5 +1,7 @@
 """Sampling parameters of all state slots, gathered into rows for the sampler."""
 
+import logging
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -7,6 +9,8 @@ from numpy.typing import NDArray
 from actors.messages import Admission
 from actors.shard.slot_rules import Preceding, SlotRules
 from kernels_integration.sampling import SamplingRows
+
+logger = logging.getLogger(__name__)
 
 Int64s = NDArray[np.int64]
 
@@ -16,15 +20,24 @@ class SamplingState:
 
     def __init__(self, num_slots: int, *, vocab_start: int, slice_size: int) -> None:
         """vocab_start, slice_size: this rank's part of the vocabulary."""
-        self._temperature = np.zeros(num_slots, np.float32)
+        # In the precision of the request: what is legal there must not round to something else here.
+        self._temperature = np.zeros(num_slots, np.float64)
         self._top_k = np.zeros(num_slots, np.int64)
-        self._top_p = np.ones(num_slots, np.float32)
-        self._min_p = np.zeros(num_slots, np.float32)
+        self._top_p = np.ones(num_slots, np.float64)
+        self._min_p = np.zeros(num_slots, np.float64)
         self._seed = np.zeros(num_slots, np.int64)
         self._num_logprobs = np.full(num_slots, -1, np.int64)
         self._rules = SlotRules(vocab_start=vocab_start, slice_size=slice_size)
 
     def admit(self, admission: Admission) -> None:
+        """Replace the slot's parameters. A request whose own cannot be applied draws nothing."""
+        try:
+            self._take(admission)
+        except Exception:
+            logger.exception("the sampling parameters of slot %d cannot be applied", admission.slot)
+            self._rules.fail(admission.slot)
+
+    def _take(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
         self._temperature[slot] = sampling.temperature
         self._top_k[slot] = max(sampling.top_k, 0)

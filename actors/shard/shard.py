@@ -251,7 +251,8 @@ class Shard:
         Their states wait for the MTP layer, as does the last state of each middle chunk.
         """
         emitted = rows.emitted(num_emitted)
-        accepted, ends = tokens[emitted].astype(np.int32), np.cumsum(num_emitted)
+        # A request that drew nothing has failed; steps sent before that is known go on from any legal token.
+        accepted, ends = np.maximum(tokens[emitted], 0).astype(np.int32), np.cumsum(num_emitted)
         yielding = np.flatnonzero(num_emitted)
         self._progress.emit(rows.token_slots[yielding], accepted[ends[yielding] - 1])
         for slot, begin, end in zip(

@@ -5,6 +5,7 @@ the vocabulary at admission; what lies outside is another rank's.
 Shape legend: V tokens of the slice.
 """
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from actors.messages import Admission, SamplingSpec
 from kernels_integration.logit_rules import Entries, LogitRules, Penalties
+
+logger = logging.getLogger(__name__)
 
 Int64s = NDArray[np.int64]
 _NO_TOKENS = np.empty(0, np.int64)
@@ -92,19 +95,27 @@ class _Slot:
 
 
 class SlotRules:
-    """Owner of every slot's rules and token history. Set at admission, then grown by accepted tokens."""
+    """Owner of every slot's rules and token history. Set at admission, then grown by accepted tokens.
+
+    Rules that raise make their slot's rows draw nothing (NO_TOKEN), and touch no other.
+    """
 
     def __init__(self, *, vocab_start: int, slice_size: int) -> None:
         self._vocab_start = vocab_start
         self._slice_size = slice_size
         self._counts = _Counts(slice_size)
         self._slots: dict[int, _Slot] = {}
+        self._failed: set[int] = set()
+        """Slots whose rules raised, until their next admission."""
+
+    def fail(self, slot: int) -> None:
+        """The slot's request draws nothing any more."""
+        self._release(slot)
+        self._failed.add(slot)
 
     def admit(self, admission: Admission) -> None:
         """Replace the slot's rules; admission.history holds the prompt and what was replayed."""
-        old = self._slots.pop(admission.slot, None)
-        if old is not None and old.lane is not None:
-            self._counts.give_back(old.lane)
+        self._release(admission.slot)
         spec = admission.sampling
         if not spec.has_rules:
             return
@@ -131,6 +142,13 @@ class SlotRules:
         rules = self._slots.get(slot)
         if rules is None:
             return
+        try:
+            self._append(rules, tokens)
+        except Exception:
+            logger.exception("the rules of slot %d cannot count its tokens", slot)
+            self.fail(slot)
+
+    def _append(self, rules: _Slot, tokens: NDArray[np.int32]) -> None:
         if rules.bad_words:
             rules.completion += tokens.tolist()
         if rules.lane is not None:
@@ -140,17 +158,14 @@ class SlotRules:
 
     def gather(self, slots: Int64s, positions: Int64s, preceding: Preceding | None) -> LogitRules | None:
         """Rules of rows that draw the tokens at `positions` for `slots`; None when no row has any."""
-        if not self._slots:
+        if not self._slots and not self._failed:
             return None
+        banned = self._banned(slots.tolist(), positions.tolist(), preceding)
         rows = [(row, self._slots[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._slots]
-        if not rows:
+        failed = [row for row, slot in enumerate(slots.tolist()) if slot in self._failed]
+        if not rows and not failed:
             return None
         restricted = [(row, rules) for row, rules in rows if rules.spec.allowed_token_ids]
-        banned = [
-            (row, np.array(rules.banned(position, _drafts(preceding, row)), np.int64))
-            for (row, rules), position in zip(rows, positions[[row for row, _ in rows]].tolist(), strict=True)
-            if rules.bad_words or len(rules.ends)
-        ]
         biased = [(row, rules) for row, rules in rows if len(rules.biased)]
         penalised = [(row, rules) for row, rules in rows if rules.lane is not None]
         return LogitRules(
@@ -160,7 +175,30 @@ class SlotRules:
             biased=_entries([(row, rules.biased) for row, rules in biased]),
             bias=torch.from_numpy(np.concatenate([r.bias for _, r in biased])) if biased else None,
             penalties=self._penalties(penalised, preceding) if penalised else None,
+            failed_rows=torch.tensor(failed) if failed else None,
         )
+
+    def _banned(
+        self, slots: list[int], positions: list[int], preceding: Preceding | None
+    ) -> list[tuple[int, Int64s]]:
+        """Banned columns by row; slots whose rules raise fail here."""
+        found: list[tuple[int, Int64s]] = []
+        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            rules = self._slots.get(slot)
+            if rules is None or not (rules.bad_words or len(rules.ends)):
+                continue
+            try:
+                found.append((row, np.array(rules.banned(position, _drafts(preceding, row)), np.int64)))
+            except Exception:
+                logger.exception("the rules of slot %d cannot be applied", slot)
+                self.fail(slot)
+        return found
+
+    def _release(self, slot: int) -> None:
+        self._failed.discard(slot)
+        old = self._slots.pop(slot, None)
+        if old is not None and old.lane is not None:
+            self._counts.give_back(old.lane)
 
     def _penalties(self, rows: list[tuple[int, _Slot]], preceding: Preceding | None) -> Penalties:
         lanes = torch.tensor([rules.lane for _, rules in rows])

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.acceptance import MASKED, count_emitted
+from kernels_integration.token_marks import NO_TOKEN
 
 
 def accept(drafts: list[int], tokens: list[int]) -> list[int]:
@@ -29,6 +30,11 @@ def test_the_walk_stops_after_the_first_wrong_draft() -> None:
     assert counts(([5, 9, 7], [5, 6, 7, 8])) == [2]
     assert counts(([9, 6, 7], [5, 6, 7, 8])) == [1]
     assert counts() == []
+
+
+def test_nothing_follows_a_row_without_a_token() -> None:
+    assert counts(([5, 6], [5, NO_TOKEN, 7])) == [2]
+    assert counts(([0, 6], [NO_TOKEN, 6, 7]), ([], [NO_TOKEN]), ([9], [5, NO_TOKEN])) == [1, 1, 1]
 
 
 def test_masked_rows_emit_nothing() -> None:

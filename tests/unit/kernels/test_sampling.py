@@ -11,7 +11,6 @@ from scipy import stats
 
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
-from kernels_integration.errors import LatentrayError
 from kernels_integration.filters import Cuts, surviving
 from kernels_integration.philox import Purpose, philox4x32, split64
 from kernels_integration.race import race
@@ -294,21 +293,6 @@ def test_nan_and_infinity_are_never_chosen(size, options):
     expected = sample_on(clean, rows, size).tokens
     assert set(expected.tolist()) <= {0, 2, 4}
     assert torch.equal(sample_on(dirty, rows, size).tokens, expected)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 2}])
-def test_a_row_without_candidates_is_an_error_on_every_rank(size, options):
-    logits = torch.zeros(3, 4)
-    logits[1] = math.nan
-    rows = make_rows(3, **options)
-
-    def call(x, start, comm):
-        with pytest.raises(LatentrayError, match="finite"):
-            sample(x, start, rows, comm)
-        return True
-
-    assert on_ranks(logits, size, call) == [True] * size
 
 
 @settings(max_examples=60, deadline=None)
