@@ -18,7 +18,7 @@ MAX_BAD_WORDS = 1024
 MAX_COUNT = 2**63 - 1
 """What messages between processes and the shards' arrays hold."""
 MIN_REPETITION_PENALTY = 0.01
-"""Below, a logit divided by it may overflow, and a row without a finite logit ends the group."""
+"""Below, logits divided by it leave float32's range and tie there."""
 
 
 def is_text(value: object) -> bool:

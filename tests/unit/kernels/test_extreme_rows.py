@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampling import make_rows, on_ranks, pick, sample_on
 
 from kernels_integration.logit_rules import Entries, LogitRules, Penalties
 from kernels_integration.philox import Purpose
 from kernels_integration.rejection import draw, judge, probabilities
 from kernels_integration.sampling import SamplingRows, sample
 from kernels_integration.token_marks import NO_TOKEN
+from tests.unit.kernels.test_sampling import make_rows, on_ranks, pick, sample_on
 
 INF = math.inf
 VOCAB = 12
