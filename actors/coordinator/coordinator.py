@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from actors.acceptance import MASKED, count_emitted, standard_tokens
+from actors.acceptance import count_emitted, standard_tokens
 from actors.config import GroupConfig
 from actors.coordinator.acceptance_counters import AcceptanceCounters
 from actors.coordinator.blocks import BlockManager
@@ -28,7 +28,7 @@ from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
 from kernels_integration.errors import DuplicateRequestError, InvalidRequestError, LatentrayError
 from kernels_integration.spans import Spans
-from kernels_integration.token_marks import NO_TOKEN
+from kernels_integration.token_marks import MASKED, NO_TOKEN
 
 STEPS_IN_FLIGHT = {"sync": 1, "deferred": 2}
 """Sync: the next step is chosen when the last has reported. Deferred: while the last one runs."""

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.acceptance import MASKED, StandardJudgement, standard_tokens
+from actors.acceptance import StandardJudgement, standard_tokens
 from actors.config import GroupConfig
 from actors.shard.sampling_state import SamplingState
 from actors.shard.slot_rules import Preceding
@@ -18,6 +18,7 @@ from kernels_integration.logprobs import Logprobs, logprobs_of
 from kernels_integration.philox import Purpose
 from kernels_integration.rejection import draw, judge, probabilities
 from kernels_integration.sampling import SamplingRows, sample, without_nan
+from kernels_integration.token_marks import MASKED
 
 Int64s = NDArray[np.int64]
 

@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.acceptance import MASKED
 from actors.config import GroupConfig
 from actors.coordinator.coordinator import Coordinator
 from actors.coordinator.draft_policy import DraftPolicy
 from actors.inline_group import InlineGroup
 from actors.messages import RowKind, StepInput, StepOutput
 from actors.requests import Request
+from kernels_integration.token_marks import MASKED
 from tests.support.groups import Collected
 
 

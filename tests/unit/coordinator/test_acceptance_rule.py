@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.acceptance import MASKED, count_emitted
-from kernels_integration.token_marks import NO_TOKEN
+from actors.acceptance import count_emitted
+from kernels_integration.token_marks import MASKED, NO_TOKEN
 
 
 def accept(drafts: list[int], tokens: list[int]) -> list[int]:

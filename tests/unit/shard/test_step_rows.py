@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from actors.acceptance import MASKED
 from actors.messages import Admission, RowKind, SamplingSpec, StepInput
 from actors.shard.progress import SlotProgress
 from actors.shard.step_rows import StepRows
+from kernels_integration.token_marks import MASKED
 
 
 def _step(kinds, ks, starts, chunk_lens=()) -> StepInput:
