@@ -34,6 +34,7 @@ from cluster.config.sizes import format_size
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.reference.backend import TorchBackend
 
 CONFIG = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -131,6 +132,7 @@ def load_ours(path: Path, rank: int, size: int) -> Callable[[], object]:
             config,
             path,
             dtype=torch.bfloat16,
+            backend=TorchBackend(torch.bfloat16),
             tp=tp,
             dcp=DcpGroup(1, SoloCollectives()),
             num_mtp_layers=0,
@@ -195,6 +197,7 @@ def slice_bytes(path: Path, rank: int, size: int) -> int:
             config,
             checkpoint.tensors,
             dtype=torch.bfloat16,
+            backend=TorchBackend(torch.bfloat16),
             tp=tp,
             dcp=DcpGroup(1, SoloCollectives()),
             num_mtp_layers=0,

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import best_us, machine
-from kernels_integration import attention
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import plan_from_indptr
-from kernels_integration.planner import StepPlanner
-from kernels_integration.selection import Selection
+from kernels_integration.planner import plan_selection
+from kernels_integration.reference import attention
+from kernels_integration.rows import Selection
 
 HEADS, LATENT, ROPE, TOPK, SLOTS = 8, 128, 32, 64, 8192
 
@@ -24,7 +24,7 @@ def row_of_results(rows: int) -> list[float]:
     o, lse = torch.empty(rows, HEADS, LATENT), torch.empty(rows, HEADS)
     plan = plan_from_indptr(kv_indptr, 1, kv_indices=kv_indices)
     layers = [Selection(kv_indptr=kv_indptr.clone(), kv_indices=kv_indices) for _ in range(2)]
-    planner = StepPlanner(1, reuse_split=True)
+    first = plan_selection(layers[0], 1)
 
     def fused() -> torch.Tensor:
         keys = values.index_select(0, kv_indices).view(rows, 1, TOPK, LATENT + ROPE)
@@ -32,7 +32,7 @@ def row_of_results(rows: int) -> list[float]:
 
     calls = max(5, 4096 // rows)
     plan_us = best_us(lambda: plan_from_indptr(kv_indptr, 1), calls=500)
-    reuse_us = best_us(lambda: [planner.plan(layer) for layer in layers], calls=500) / 2
+    reuse_us = best_us(lambda: plan_selection(layers[1], 1, like=first), calls=500)
     parts_us = best_us(lambda: plan_from_indptr(kv_indptr, 4), calls=100)
     run_us = best_us(lambda: attention.run(plan, q, kv, o, lse, sm_scale=0.1), calls=calls)
     fused_us = best_us(fused, calls=calls)

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from kernels_integration.kv_formats import StoredVectors, key_format, latent_format
 from kernels_integration.kv_layout import KVLayout
-from kernels_integration.rows import RowBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,22 +68,3 @@ class KVCache:
 
     def index_keys(self, layer: int) -> StoredVectors:
         return self.keys[layer]
-
-    def write(self, layer: int, rows: RowBatch, latent: Tensor, index_key: Tensor | None) -> None:
-        """Store the rows that this rank owns, in the cache's formats.
-
-        `latent` [T, C+R] and `index_key` [T, D] hold every row of the batch; None: this layer has no indexer.
-        A slot outside the cache raises IndexError (on a GPU: a device-side assertion).
-        """
-        if rows.write_rows.shape[0] == 0:
-            return
-        _write(self.latents[layer], rows, latent)
-        if index_key is not None:
-            _write(self.keys[layer], rows, index_key)
-
-
-def _write(vectors: StoredVectors, rows: RowBatch, values: Tensor) -> None:
-    # write_rows ascend, so as many of them as rows are all rows, in order.
-    if rows.write_rows.shape[0] != rows.num_rows:
-        values = values.index_select(0, rows.write_rows)
-    vectors.write(rows.write_slots, values)

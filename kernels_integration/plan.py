@@ -6,7 +6,6 @@ planner of ROCm/aiter, page size 1, one query token per row).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,23 +16,20 @@ BLOCK_TOKENS = 16
 """KV tokens of one unit of work."""
 ITEM_BLOCKS = 16
 """The fixed cost of a work item, in blocks."""
+MAX_KV_TOKENS = 2**31 - 1
+"""Of all rows of a plan together: its pointers are int32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseMLAPlan:
-    """Row t attends to the slots kv_indices[kv_indptr[t]:kv_indptr[t + 1]]; workers run the items.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkSplit:
+    """How a plan's rows are cut into items for `num_parts` workers, and how split rows are merged.
 
-    A plan made on a device has arrays of their largest possible size, so that their shapes do not
+    A split made on a device has arrays of their largest possible size, so that their shapes do not
     depend on the lengths: `work_indptr` and `reduce_indptr` tell what is used. On the CPU the arrays
     are cut to what is used and otherwise equal.
     """
 
-    rows: int
     num_parts: int
-    kv_indptr: Tensor
-    """[rows + 1] int32, cumulative KV tokens."""
-    kv_indices: Tensor | None
-    """[>= kv_indptr[rows]] int32 or int64 slots; None: only the split is planned."""
     work_indptr: Tensor
     """[num_parts + 1] int32: worker c runs the items work_indptr[c]..work_indptr[c + 1] - 1 in order."""
     work_info: Tensor
@@ -51,52 +47,120 @@ class SparseMLAPlan:
     num_partial_rows: int
     """Partial rows that a backend must provide."""
 
-    def with_indices(self, kv_indices: Tensor, kv_indptr: Tensor | None = None) -> "SparseMLAPlan":
-        """The same split over other slots. Every row must have as many of them as it had here.
 
-        kv_indptr, where given, replaces this plan's array; PlanError when it is of another row count.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SparseMLAPlan:
+    """Row t attends to the slots kv_indices[kv_indptr[t]:kv_indptr[t + 1]]."""
+
+    rows: int
+    kv_bound: int
+    """KV tokens of all rows: exactly on the host, at most on a device."""
+    kv_indptr: Tensor
+    """[rows + 1] int32, cumulative KV tokens."""
+    kv_indices: Tensor | None
+    """[>= kv_bound] int32 or int64 slots; None: only the split is planned."""
+    split: WorkSplit | None
+    """None: for a backend that asks for none."""
+
+    def with_indices(self, kv_indices: Tensor) -> "SparseMLAPlan":
+        """The same rows and split over other slots. Every row must have as many of them as it had here.
+
+        Errors: PlanError unless there are as many slots as this plan has, or on a device may have.
         """
-        if kv_indptr is None:
-            return replace(self, kv_indices=kv_indices)
-        if kv_indptr.shape[0] != self.rows + 1:
-            raise PlanError(
-                f"kv_indptr of {kv_indptr.shape[0] - 1} rows for a plan of {self.rows}: "
-                "a split serves the rows that it was built for; build a plan for the other rows"
-            )
-        return replace(self, kv_indices=kv_indices, kv_indptr=kv_indptr)
+        _check_length(kv_indices, self.kv_bound, is_exact=kv_indices.device.type == "cpu")
+        return replace(self, kv_indices=kv_indices)
 
 
 def build_plan(
-    kv_lens: Sequence[int] | Tensor, num_parts: int, *, kv_indices: Tensor | None = None
+    kv_lens: Sequence[int] | Tensor, num_parts: int | None, *, kv_indices: Tensor | None = None
 ) -> SparseMLAPlan:
-    """Plans rows of the given KV lengths [rows] for num_parts workers.
+    """Plans rows of the given KV lengths [rows] for num_parts workers; None: without a split.
 
-    Errors: PlanError for num_parts < 1 and, on the host, for a negative length.
+    Errors: PlanError for num_parts < 1 and lengths that are no integers; on the host for a negative length
+    and for more than MAX_KV_TOKENS together.
     """
-    lens = kv_lens if isinstance(kv_lens, Tensor) else torch.tensor(list(kv_lens), dtype=torch.int32)
-    if lens.device.type == "cpu" and lens.numel() and int(lens.min()) < 0:
+    lens = kv_lens if isinstance(kv_lens, Tensor) else _host_lengths(kv_lens)
+    if lens.dtype.is_floating_point or lens.dtype.is_complex or lens.dtype is torch.bool:
         raise PlanError(
-            f"KV length {int(lens.min())} of row {int(lens.argmin())}: "
-            "lengths are 0 or more; a row without KV has 0"
+            f"KV lengths of {lens.dtype}: lengths are whole numbers of tokens; use int32 or int64"
         )
-    kv_indptr = torch.zeros(lens.shape[0] + 1, dtype=torch.int32, device=lens.device)
+    if lens.device.type == "cpu" and lens.numel():
+        least, most = (int(bound) for bound in lens.aminmax())
+        if least < 0 or most > MAX_KV_TOKENS:
+            bad = (lens < 0) | (lens > MAX_KV_TOKENS)
+            row = int(bad.int().argmax())
+            raise PlanError(
+                f"KV length {kv_lens[row]} of row {row}: lengths are 0 to {MAX_KV_TOKENS}; "
+                "a row without KV has 0"
+            )
+    kv_indptr = torch.zeros(lens.shape[0] + 1, dtype=torch.int64, device=lens.device)
     kv_indptr[1:] = lens.cumsum(0)
     return plan_from_indptr(kv_indptr, num_parts, kv_indices=kv_indices)
 
 
-def plan_from_indptr(kv_indptr: Tensor, num_parts: int, *, kv_indices: Tensor | None = None) -> SparseMLAPlan:
-    """`build_plan` from cumulative lengths kv_indptr [rows + 1]; on a device it never waits for the host."""
-    if num_parts < 1:
+def plan_from_indptr(
+    kv_indptr: Tensor,
+    num_parts: int | None,
+    *,
+    kv_indices: Tensor | None = None,
+    kv_bound: int | None = None,
+) -> SparseMLAPlan:
+    """`build_plan` from cumulative lengths kv_indptr [rows + 1]; on a device it never waits for the host.
+
+    kv_bound: on a device, tokens that all rows have at most; None: as many as there are kv_indices.
+    """
+    if num_parts is not None and num_parts < 1:
         raise PlanError(f"num_parts {num_parts}: a plan needs at least one worker; use 1 or more")
+    on_host = kv_indptr.device.type == "cpu"
+    if on_host:
+        kv_bound = int(kv_indptr[-1])
+    elif kv_bound is None:
+        if kv_indices is None:
+            raise PlanError("a plan made on a device needs kv_indices, or kv_bound: it does not read lengths")
+        kv_bound = kv_indices.shape[0]
+    if kv_bound > MAX_KV_TOKENS:
+        raise PlanError(
+            f"{kv_bound} KV tokens in {kv_indptr.shape[0] - 1} rows: a plan holds {MAX_KV_TOKENS} at most, "
+            "its pointers are int32; plan fewer rows at a time"
+        )
+    if kv_indices is not None:
+        _check_length(kv_indices, kv_bound, is_exact=False)
     kv_indptr = kv_indptr.to(torch.int32)
-    if num_parts == 1 or kv_indptr.shape[0] == 1:
-        return _plan_unsplit(kv_indptr, num_parts, kv_indices)
-    plan = _plan_split(kv_indptr, num_parts, kv_indices)
-    return _cut_to_used(plan) if kv_indptr.device.type == "cpu" else plan
+    split = None
+    if num_parts is not None:
+        split = _one_item_per_row(kv_indptr, num_parts)
+        if num_parts > 1 and kv_indptr.shape[0] > 1:
+            split = split_rows(kv_indptr, num_parts)
+            split = _cut_to_used(split) if on_host else split
+    return SparseMLAPlan(
+        rows=kv_indptr.shape[0] - 1,
+        kv_bound=kv_bound,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        split=split,
+    )
 
 
-def _plan_unsplit(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) -> SparseMLAPlan:
-    """One worker runs every row whole: the common plan of CPU shards, rebuilt per layer under DCP."""
+def _host_lengths(kv_lens: Sequence[int]) -> Tensor:
+    for row, length in enumerate(kv_lens):
+        if isinstance(length, bool) or not hasattr(length, "__index__"):
+            raise PlanError(f"KV length {length!r} of row {row}: lengths are whole numbers of tokens")
+    # Beyond any plan, but within int64: refused with its row like any other length.
+    limit = MAX_KV_TOKENS + 1
+    return torch.tensor([min(max(int(length), -limit), limit) for length in kv_lens], dtype=torch.int64)
+
+
+def _check_length(kv_indices: Tensor, kv_bound: int, *, is_exact: bool) -> None:
+    length = kv_indices.shape[0]
+    if length < kv_bound or (is_exact and length != kv_bound):
+        raise PlanError(
+            f"kv_indices of {length} entries for a plan of {kv_bound} KV tokens: a plan serves the lengths "
+            "that it was built for; give it one slot a token, or build a plan for the other lengths"
+        )
+
+
+def _one_item_per_row(kv_indptr: Tensor, num_parts: int) -> WorkSplit:
+    """The first worker runs every row whole."""
     rows, device = kv_indptr.shape[0] - 1, kv_indptr.device
     row_bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
     row = row_bounds[:-1]
@@ -108,11 +172,8 @@ def _plan_unsplit(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) 
     )
     work_indptr = torch.full((num_parts + 1,), rows, dtype=torch.int32, device=device)
     work_indptr[0] = 0
-    return SparseMLAPlan(
-        rows=rows,
+    return WorkSplit(
         num_parts=num_parts,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
         work_indptr=work_indptr,
         work_info=work_info,
         reduce_indptr=reduce_indptr,
@@ -122,8 +183,10 @@ def _plan_unsplit(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) 
     )
 
 
-def _plan_split(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) -> SparseMLAPlan:
-    """The split in fixed shapes: at most rows + num_parts - 1 items, each start a row's or a worker's.
+def split_rows(kv_indptr: Tensor, num_parts: int) -> WorkSplit:
+    """The split of kv_indptr [rows + 1], rows >= 1, in fixed shapes.
+
+    At most rows + num_parts - 1 items, each start a row's or a worker's.
 
     All rows lie one after the other on a line of cost, row t at row_cost[t]..row_cost[t + 1], of which
     the last ITEM_BLOCKS are its fixed cost. A worker that starts at v ends at
@@ -175,11 +238,8 @@ def _plan_split(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) ->
     row_ids = torch.arange(rows, dtype=torch.int32, device=device)
     final_map = torch.stack((row_ids, row_ids + 1), 1)
     max_entries = min(rows + num_parts - 1, 2 * (num_parts - 1))
-    return SparseMLAPlan(
-        rows=rows,
+    return WorkSplit(
         num_parts=num_parts,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
         work_indptr=work_indptr.int(),
         work_info=(work_info * used.unsqueeze(1)).int(),
         reduce_indptr=reduce_indptr.int(),
@@ -189,139 +249,11 @@ def _plan_split(kv_indptr: Tensor, num_parts: int, kv_indices: Tensor | None) ->
     )
 
 
-def _cut_to_used(plan: SparseMLAPlan) -> SparseMLAPlan:
-    num_entries = int(plan.reduce_indptr[-1])
+def _cut_to_used(split: WorkSplit) -> WorkSplit:
+    num_entries = int(split.reduce_indptr[-1])
     return replace(
-        plan,
-        work_info=plan.work_info[: int(plan.work_indptr[-1])],
-        reduce_partial_map=plan.reduce_partial_map[:num_entries],
+        split,
+        work_info=split.work_info[: int(split.work_indptr[-1])],
+        reduce_partial_map=split.reduce_partial_map[:num_entries],
         num_partial_rows=num_entries,
     )
-
-
-def validate_plan(plan: SparseMLAPlan, *, num_slots: int | None = None) -> None:
-    """Checks all that a single plan can show of the invariants, for tests and debug runs.
-
-    num_slots: size of the cache that kv_indices must stay inside. Reads device arrays on the host.
-    Errors: PlanError that names the broken invariant.
-    """
-    row_kv = _checked_indptr("kv_indptr", plan.kv_indptr, plan.rows)
-    if plan.kv_indices is not None:
-        _check_indices(plan.kv_indices, int(row_kv[-1]), num_slots)
-    work_indptr = _checked_indptr("work_indptr", plan.work_indptr, plan.num_parts)
-    if work_indptr[-1] > plan.work_info.shape[0]:
-        _refuse(
-            _BOUNDS, f"work_indptr ends at {work_indptr[-1]}, work_info has {plan.work_info.shape[0]} items"
-        )
-    items = plan.work_info[: int(work_indptr[-1])].cpu().long()
-    _check_bounds(items, plan.rows, int(row_kv[-1]))
-    # Rows may be spread over workers in any order; the items of one row keep theirs.
-    items = items[items[:, 0].argsort(stable=True)]
-    item_counts = items[:, 0].bincount(minlength=plan.rows)
-    _check_empty_rows(items, item_counts, row_kv)
-    _check_query_rows(items, item_counts)
-    _check_kv_tiling(items, row_kv)
-    _check_merges(plan, items, item_counts)
-
-
-_TILING = "1 (the items of a row tile its KV exactly once, in order)"
-_QUERY_ROWS = "2 (every planned row is written exactly once, directly or by the merge)"
-_MERGES = "3 (one merge tile of 2 or more disjoint partial rows per split row, none for others)"
-_BOUNDS = "4 (no item, index or pointer reaches past the planned rows and their KV)"
-_EMPTY_ROWS = "5 (a row without KV has exactly one empty item, other rows none)"
-
-
-def _refuse(invariant: str, what: str) -> NoReturn:
-    raise PlanError(f"plan breaks invariant {invariant}: {what}; build a plan for these rows and lengths")
-
-
-def _refuse_where(bad: Tensor, invariant: str, what: str) -> None:
-    if bool(bad.any()):
-        _refuse(invariant, f"{what} {int(bad.int().argmax())}")
-
-
-def _checked_indptr(name: str, indptr: Tensor, length: int) -> Tensor:
-    values = indptr.cpu().long()
-    if values.shape != (length + 1,):
-        _refuse(_BOUNDS, f"{name} has shape {tuple(values.shape)} instead of ({length + 1},)")
-    if values[0] != 0:
-        _refuse(_BOUNDS, f"{name} starts at {values[0]} instead of 0")
-    _refuse_where(values.diff() < 0, _BOUNDS, f"{name} falls after entry")
-    return values
-
-
-def _check_indices(kv_indices: Tensor, num_tokens: int, num_slots: int | None) -> None:
-    if kv_indices.shape[0] < num_tokens:
-        _refuse(_BOUNDS, f"kv_indptr ends at {num_tokens}, kv_indices has {kv_indices.shape[0]} entries")
-    slots = kv_indices[:num_tokens].cpu()
-    _refuse_where(slots < 0, _BOUNDS, "a slot below 0 at kv_indices entry")
-    if num_slots is not None:
-        _refuse_where(slots >= num_slots, _BOUNDS, f"a slot past the cache's {num_slots} at kv_indices entry")
-
-
-def _check_bounds(items: Tensor, rows: int, num_tokens: int) -> None:
-    batch_idx, _, qo_start, qo_end, kv_start, kv_end, _, _ = items.unbind(1)
-    outside = (batch_idx < 0) | (batch_idx >= rows) | (qo_start < 0) | (qo_end > rows)
-    _refuse_where(outside, _BOUNDS, f"a q row outside 0..{rows - 1} in item")
-    outside = (kv_start < 0) | (kv_end > num_tokens)
-    _refuse_where(outside, _BOUNDS, f"KV outside the {num_tokens} planned tokens in item")
-
-
-def _check_query_rows(items: Tensor, item_counts: Tensor) -> None:
-    row, partial, qo_start, qo_end = items[:, :4].unbind(1)
-    _refuse_where(item_counts == 0, _QUERY_ROWS, "no item writes row")
-    _refuse_where(
-        (qo_start != row) | (qo_end != row + 1), _QUERY_ROWS, "a q range that is not its row in row"
-    )
-    split = item_counts[row] > 1
-    _refuse_where(
-        split & (partial < 0), _QUERY_ROWS, "a direct write beside others to the row of sorted item"
-    )
-    _refuse_where(~split & (partial != -1), _QUERY_ROWS, "a partial write of an unsplit row by sorted item")
-
-
-def _check_empty_rows(items: Tensor, item_counts: Tensor, row_kv: Tensor) -> None:
-    row_empty = row_kv.diff() == 0
-    _refuse_where(row_empty & (item_counts > 1), _EMPTY_ROWS, "several items for row")
-    empty = items[:, 4] == items[:, 5]
-    _refuse_where(empty & ~row_empty[items[:, 0]], _EMPTY_ROWS, "an empty item of a row with KV: sorted item")
-
-
-def _check_kv_tiling(items: Tensor, row_kv: Tensor) -> None:
-    row, kv_start, kv_end, kv_offset = items[:, 0], items[:, 4], items[:, 5], items[:, 6]
-    opens = torch.ones_like(row, dtype=torch.bool)
-    opens[1:] = row[1:] != row[:-1]
-    expected_start = torch.where(opens, row_kv[row], kv_end.roll(1))
-    _refuse_where(kv_start != expected_start, _TILING, "a gap or an overlap before sorted item")
-    _refuse_where(kv_end < kv_start, _TILING, "an item that ends before it starts: sorted item")
-    closes = opens.roll(-1)
-    _refuse_where(
-        closes & (kv_end != row_kv[row + 1]), _TILING, "KV left over after the row's last, sorted item"
-    )
-    wrong_offset = kv_offset != row_kv[row + 1] - kv_end
-    _refuse_where(
-        wrong_offset, _TILING, "a kv_offset that is not the row's tokens after kv_end in sorted item"
-    )
-
-
-def _check_merges(plan: SparseMLAPlan, items: Tensor, item_counts: Tensor) -> None:
-    reduce_indptr = _checked_indptr("reduce_indptr", plan.reduce_indptr, plan.rows)
-    num_entries = int(reduce_indptr[-1])
-    if num_entries > plan.reduce_partial_map.shape[0]:
-        _refuse(_BOUNDS, f"reduce_indptr ends at {num_entries}, past the end of reduce_partial_map")
-    split = item_counts > 1
-    wrong_count = reduce_indptr.diff() != torch.where(split, item_counts, 0)
-    _refuse_where(wrong_count, _MERGES, "merge entries that are not the parts of row")
-    if plan.reduce_final_map.shape != (plan.rows, 2):
-        _refuse(_MERGES, f"reduce_final_map has shape {tuple(plan.reduce_final_map.shape)}")
-    rows = torch.arange(plan.rows)
-    final_rows = torch.stack((rows, rows + 1), 1)
-    wrong_rows = (plan.reduce_final_map.cpu() != final_rows).any(1)
-    _refuse_where(split & wrong_rows, _MERGES, "a merge that writes other rows than row")
-    entries = plan.reduce_partial_map[:num_entries].cpu().long()
-    partial = items[split[items[:, 0]], 1]
-    _refuse_where(entries != partial, _MERGES, "a partial row that its item does not write, at entry")
-    outside = (entries < 0) | (entries >= plan.num_partial_rows)
-    _refuse_where(outside, _BOUNDS, f"a partial row outside the {plan.num_partial_rows} provided, at entry")
-    if bool((entries.sort().values.diff() == 0).any()):
-        _refuse(_MERGES, "two items write the same partial row")

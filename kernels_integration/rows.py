@@ -5,8 +5,36 @@ Shape legend: T packed rows, L local KV tokens of the longest request of a row g
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+
+class Rows(Protocol):
+    """What every form of rows tells; the rest is between who makes them and the backend that reads them.
+
+    Row t sees positions visible_from[t]..visible_to[t] - 1. A row without KV (visible_to <= visible_from) is
+    computed but attends to nothing.
+    """
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64, global."""
+
+    @property
+    def visible_from(self) -> Tensor:
+        """[T] int64: 0 for the target, `mtp_from` (>= 1) for the MTP layer."""
+
+    @property
+    def visible_to(self) -> Tensor:
+        """[T] int64: position + 1, or 0 for a row without KV."""
+
+    @property
+    def max_visible(self) -> int:
+        """At least visible_to - visible_from of every row: at most index_topk means attention is dense."""
+
+    @property
+    def num_rows(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +59,7 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:
-    """The rows of one forward pass on one rank. Row t sees positions visible_from[t]..visible_to[t]-1.
-
-    A row without KV (visible_to <= visible_from) is computed but attends to nothing.
-    """
+    """Rows as a host lays them out: whoever makes them knows every length."""
 
     positions: Tensor
     """[T] int64, global."""
@@ -54,3 +79,45 @@ class RowBatch:
     @property
     def num_rows(self) -> int:
         return self.positions.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRows:
+    """Rows of fixed shapes and addresses, whose values only the device knows (a replayed graph reads them).
+
+    Rows that are not real have no KV: visible_to 0 and slot -1.
+    """
+
+    positions: Tensor
+    """[T] int64, global."""
+    visible_from: Tensor
+    """[T] int64"""
+    visible_to: Tensor
+    """[T] int64; 0 for a row without KV."""
+    slots: Tensor
+    """[T] int64: where this rank stores the row's KV; -1: it does not."""
+    request: Tensor
+    """[T] int64: the row's request, a row of block_tables."""
+    block_tables: Tensor
+    """[B, blocks] int32 or int64: entry i of a request names the block of its local tokens
+    i * block_size .. (i + 1) * block_size - 1; below 0 where it has none."""
+    block_size: int
+    max_visible: int
+    """The host's upper bound of visible_to - visible_from."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.positions.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Selection:
+    """Row t attends to the slots kv_indices[kv_indptr[t]:kv_indptr[t + 1]] of this rank's cache.
+
+    Per row ascending by position, no holes. This is what a plan is made of, so nothing is copied between.
+    """
+
+    kv_indptr: Tensor
+    """[T + 1] int32, cumulative."""
+    kv_indices: Tensor
+    """[n] int32 or int64 local slots. On a device n is the most that there can be; the rest is not read."""

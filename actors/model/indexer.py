@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from actors.model.config import ModelConfig
-from actors.model.layers import halves_to_pairs, layer_norm, rotate_pairs
-from actors.model.linear import Linear
-from actors.model.weights import WeightReader, accumulate_dtype
+from actors.model.rotary import halves_to_pairs
+from actors.model.weights import WeightReader
+from kernels_integration.backend import Backend
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_formats import StoredVectors
-from kernels_integration.rows import RowBatch
-from kernels_integration.selection import Selection, select_topk
+from kernels_integration.rows import Rows, Selection
+from kernels_integration.weight import Weight, accumulate_dtype
 
 KEY_NORM_EPS = 1e-6
 
@@ -23,7 +23,8 @@ KEY_NORM_EPS = 1e-6
 class Indexer:
     """One layer's indexer. Its owner computes x Wk, in one product with the projections of MLA."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
+    def __init__(self, config: ModelConfig, reader: WeightReader, backend: Backend) -> None:
+        self.backend = backend
         self.num_heads = config.index_n_heads
         self.head_dim = config.index_head_dim
         self.rotary_dim = config.qk_rope_head_dim
@@ -37,19 +38,19 @@ class Indexer:
         self.k_norm_weight = reader.norm("k_norm.weight")[order]
         self.k_norm_bias = reader.norm("k_norm.bias")[order]
         wq_b = reader.whole("wq_b.weight").view(self.num_heads, self.head_dim, -1)
-        self.wq_b = Linear(wq_b[:, order].flatten(0, 1))
+        self.wq_b = backend.linear(Weight(wq_b[:, order].flatten(0, 1)))
 
-    def key(self, key: Tensor, rope: Tensor) -> Tensor:
-        """k [T, D] from x Wk [T, D]: normed, its first R dims rotated."""
-        key = layer_norm(key, self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPS)
-        rotate_pairs(key[:, : self.rotary_dim], rope)
-        return key
+    def write(self, keys: Tensor, rope: Tensor, cache: StoredVectors, rows: Rows) -> None:
+        """Store k of x Wk [T, D]: normed, its first R dims rotated."""
+        self.backend.write_index_keys(
+            keys, self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPS, rope, cache, rows
+        )
 
     def select(
-        self, x: Tensor, cq: Tensor, rope: Tensor, keys: StoredVectors, rows: RowBatch, dcp: DcpGroup
+        self, x: Tensor, cq: Tensor, rope: Tensor, cache: StoredVectors, rows: Rows, dcp: DcpGroup
     ) -> Selection:
         """The top-k of each row from the layer input x [T, hidden], its latent cq and the cached keys."""
         query = self.wq_b(cq).view(x.shape[0], self.num_heads, self.head_dim)
-        rotate_pairs(query[..., : self.rotary_dim], rope)
+        self.backend.rotate(query[..., : self.rotary_dim], rope)
         weights = x.to(self.weights_proj.dtype) @ self.weights_proj
-        return select_topk(query, weights, keys, rows, self.topk, dcp)
+        return self.backend.select_topk(query, weights, cache, rows, self.topk, dcp)

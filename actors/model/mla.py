@@ -13,41 +13,39 @@ from torch import Tensor
 
 from actors.model.config import ModelConfig
 from actors.model.indexer import Indexer
-from actors.model.layers import halves_to_pairs, rms_norm, rotate_pairs
-from actors.model.linear import Linear
-from actors.model.weights import WeightReader, accumulate_dtype
-from kernels_integration import attention
-from kernels_integration.dcp import DcpGroup, merge_attention
+from actors.model.rotary import halves_to_pairs
+from actors.model.weights import WeightReader
+from kernels_integration.backend import Backend
+from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import SparseMLAPlan
-from kernels_integration.planner import StepPlanner
-from kernels_integration.rows import RowBatch
-from kernels_integration.selection import Selection
+from kernels_integration.rows import Rows
 from kernels_integration.spans import Spans
+from kernels_integration.weight import Weight, accumulate_dtype
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
-    """What all layers of one forward pass share, and the selection that one layer hands to the next."""
+    """What all layers of one forward pass share."""
 
-    rows: RowBatch
+    rows: Rows
     rope: Tensor
-    """[T, R/2] complex, of the rows' positions."""
+    """Of the rows' positions, as `Backend.rotary_table` makes it."""
     cache: KVCache
-    planner: StepPlanner
-    dense_plan: SparseMLAPlan | None
-    """The plan of every layer when no row sees more than index_topk tokens; else layers select."""
+    is_dense: bool
+    """No row sees more than index_topk tokens: one plan serves every layer, and none selects."""
     spans: Spans
-    selection: Selection | None = None
-    """Of the last layer that ran its indexer; layers that share one reuse it."""
 
 
 class LatentAttention:
     """One layer's attention on one rank: H of the heads, over the KV that its DCP rank holds."""
 
-    def __init__(self, config: ModelConfig, layer: int, reader: WeightReader, dcp: DcpGroup) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, reader: WeightReader, backend: Backend, dcp: DcpGroup
+    ) -> None:
         self.layer = layer
+        self.backend = backend
         self.dcp = dcp
         self.eps = config.rms_norm_eps
         self.scale = config.mla_scale
@@ -56,7 +54,8 @@ class LatentAttention:
         self.kv_lora_rank = config.kv_lora_rank
         self.nope_dim = config.qk_nope_head_dim
         self.latent_dim = config.latent_dim
-        self.indexer = Indexer(config, reader.under("indexer.")) if config.runs_indexer(layer) else None
+        runs_indexer = config.runs_indexer(layer)
+        self.indexer = Indexer(config, reader.under("indexer."), backend) if runs_indexer else None
         has_latent = config.q_lora_rank is not None
         self.q_norm = reader.norm("q_a_layernorm.weight") if has_latent else None
         self.kv_norm = reader.norm("kv_a_layernorm.weight")
@@ -65,64 +64,70 @@ class LatentAttention:
         down.append(_rotary_rows_in_pairs(reader.whole("kv_a_proj_with_mqa.weight"), 1, config))
         if self.indexer is not None:
             down.append(reader.whole("indexer.wk.weight")[self.indexer.dim_order])
-        self.down_proj = Linear(torch.cat(down))
+        self.down_proj = backend.linear(Weight(torch.cat(down)))
         heads = config.num_attention_heads
         query = reader.head_rows("q_b_proj.weight" if has_latent else "q_proj.weight", heads)
-        self.query_proj = Linear(_rotary_rows_in_pairs(query, self.num_heads, config))
+        self.query_proj = backend.linear(Weight(_rotary_rows_in_pairs(query, self.num_heads, config)))
         kv_b = reader.head_rows("kv_b_proj.weight", heads).view(self.num_heads, -1, config.kv_lora_rank)
-        self.w_uk = kv_b[:, : self.nope_dim].contiguous()  # [H, N, C]
+        # A clone: of one head the slice is contiguous, and would keep all of kv_b.
+        self.w_uk = kv_b[:, : self.nope_dim].clone(memory_format=torch.contiguous_format)  # [H, N, C]
         self.w_uv = kv_b[:, self.nope_dim :].transpose(1, 2).contiguous()  # [H, C, V]
-        self.o_proj = Linear(reader.transposed().head_columns("o_proj.weight", heads))
+        out_reader = reader.laid_out_for(backend)
+        self.o_proj = backend.linear(Weight(out_reader.head_columns("o_proj.weight", heads)))
 
-    def __call__(self, x: Tensor, ctx: PassContext) -> Tensor:
-        """This rank's summand of the attention output [T, hidden]; x [T, hidden] is the normed layer input.
+    def __call__(
+        self, x: Tensor, plan: SparseMLAPlan | None, ctx: PassContext
+    ) -> tuple[Tensor, SparseMLAPlan]:
+        """This rank's summand of the attention output [T, hidden], and the plan that it comes from.
 
-        Writes the rows' KV first: a row attends to itself.
+        x [T, hidden] is the normed layer input; plan is that of the layer before, which serves this one too
+        unless it selects for itself. Writes the rows' KV first: a row attends to itself.
         """
         down = self.down_proj(x)
         kv_end = self.q_lora_rank + self.latent_dim
-        cq = rms_norm(down[:, : self.q_lora_rank], self.q_norm, self.eps) if self.q_norm is not None else x
-        latent = down[:, self.q_lora_rank : kv_end]
-        c = latent[:, : self.kv_lora_rank]
-        c.copy_(rms_norm(c, self.kv_norm, self.eps))
-        rotate_pairs(latent[:, self.kv_lora_rank :], ctx.rope)
-        index_key = self.indexer.key(down[:, kv_end:], ctx.rope) if self.indexer is not None else None
-        ctx.cache.write(self.layer, ctx.rows, latent, index_key)
-
-        plan = ctx.dense_plan if ctx.dense_plan is not None else self._sparse_plan(x, cq, ctx)
-        q = self._absorb(self.query_proj(cq).view(x.shape[0], self.num_heads, -1), ctx.rope)
-        return self._output(self._attend(plan, q, ctx.cache.latent(self.layer)))
-
-    def _sparse_plan(self, x: Tensor, cq: Tensor, ctx: PassContext) -> SparseMLAPlan:
+        cq = x
+        if self.q_norm is not None:
+            cq = self.backend.rms_norm(down[:, : self.q_lora_rank], self.q_norm, self.eps)
+        latents = down[:, self.q_lora_rank : kv_end]
+        cache = ctx.cache.latent(self.layer)
+        self.backend.write_latents(latents, self.kv_norm, self.eps, ctx.rope, cache, ctx.rows)
         if self.indexer is not None:
-            keys = ctx.cache.index_keys(self.layer)
-            with ctx.spans("indexer"):
-                ctx.selection = self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp)
-        assert ctx.selection is not None, "the first layer runs an indexer, or every pass is dense"
+            self.indexer.write(down[:, kv_end:], ctx.rope, ctx.cache.index_keys(self.layer), ctx.rows)
+            if not ctx.is_dense:
+                plan = self._plan(x, cq, plan, ctx)
+        assert plan is not None, "the first layer runs an indexer, or every pass is dense"
+        q = self._absorb(self.query_proj(cq).view(x.shape[0], self.num_heads, -1), ctx.rope)
+        return self._output(self._attend(plan, q, cache)), plan
+
+    def _plan(self, x: Tensor, cq: Tensor, last: SparseMLAPlan | None, ctx: PassContext) -> SparseMLAPlan:
+        assert self.indexer is not None
+        keys = ctx.cache.index_keys(self.layer)
+        with ctx.spans("indexer"):
+            selection = self.indexer.select(x, cq, ctx.rope, keys, ctx.rows, self.dcp)
         with ctx.spans("plan"):
-            return ctx.planner.plan(ctx.selection)
+            return self.backend.plan(selection, like=last)
 
     def _absorb(self, query: Tensor, rope: Tensor) -> Tensor:
         """[q' | rotated q_rope] [T, H, C + R] from [q_nope | q_rope] [T, H, N + R]."""
         q = query.new_empty(query.shape[0], self.num_heads, self.latent_dim)
         q_nope, q_rope = query[..., : self.nope_dim], query[..., self.nope_dim :]
-        q[..., : self.kv_lora_rank] = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
-        rotate_pairs(q_rope, rope, out=q[..., self.kv_lora_rank :])
+        self.backend.head_product(q_nope, self.w_uk, out=q[..., : self.kv_lora_rank])
+        self.backend.rotate(q_rope, rope, out=q[..., self.kv_lora_rank :])
         return q
 
     def _attend(self, plan: SparseMLAPlan, q: Tensor, latents: StoredVectors) -> Tensor:
         """sum p c over the KV of all DCP ranks, [T, H, C]."""
-        if self.dcp.size > 1:
+        is_merged = self.dcp.size > 1
+        if is_merged:
             q = self.dcp.comm.all_gather(q).transpose(0, 1).flatten(1, 2)
-        exact = accumulate_dtype(q.dtype)
-        o = torch.empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
-        lse = torch.empty(q.shape[:2], dtype=exact)
-        attention.run(plan, q, latents, o, lse, sm_scale=self.scale)
-        return merge_attention(o, lse, self.dcp) if self.dcp.size > 1 else o
+        dtype = self.backend.attention_dtype(q.dtype, is_merged=is_merged)
+        o = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=dtype)
+        lse = q.new_empty(q.shape[:2], dtype=accumulate_dtype(q.dtype))
+        self.backend.attend(plan, q, latents, o, lse, sm_scale=self.scale)
+        return self.backend.merge(o, lse, self.dcp) if is_merged else o
 
     def _output(self, o: Tensor) -> Tensor:
-        values = torch.bmm(o.to(self.w_uv.dtype).transpose(0, 1), self.w_uv)
-        return self.o_proj(values.transpose(0, 1).flatten(1))
+        return self.o_proj(self.backend.head_product(o, self.w_uv).flatten(1))
 
 
 def _rotary_rows_in_pairs(weight: Tensor, num_heads: int, config: ModelConfig) -> Tensor:

@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from actors.model.checkpoint import Checkpoint
 from actors.model.config import ModelConfig
 from actors.model.decoder import DecoderLayer
-from actors.model.layers import rms_norm, rotary_frequencies, rotary_table
-from actors.model.linear import Linear
 from actors.model.load_progress import LoadProgress
 from actors.model.mla import PassContext
 from actors.model.mtp import MtpLayer
+from actors.model.rotary import rotary_frequencies
 from actors.model.safetensors_file import TensorInfo
 from actors.model.slice_meter import ShardBytes, SliceMeter
 from actors.model.tensors import (
@@ -30,15 +28,16 @@ from actors.model.tensors import (
     repeated_tensor_shapes,
     repeated_tensors,
 )
-from actors.model.weights import WeightReader, accumulate_dtype
+from actors.model.weights import WeightReader
+from kernels_integration.backend import Backend
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
 from kernels_integration.kv_cache import KVCache
-from kernels_integration.planner import StepPlanner
-from kernels_integration.rows import RowBatch
-from kernels_integration.selection import select_visible
+from kernels_integration.plan import SparseMLAPlan
+from kernels_integration.rows import Rows
 from kernels_integration.spans import Spans
+from kernels_integration.weight import Weight, accumulate_dtype
 
 
 def load_model(
@@ -46,6 +45,7 @@ def load_model(
     path: str | Path,
     *,
     dtype: torch.dtype,
+    backend: Backend,
     tp: Collectives,
     dcp: DcpGroup,
     num_mtp_layers: int,
@@ -56,6 +56,7 @@ def load_model(
     """Rank `tp.rank`'s part of the checkpoint at `path`; only that part is read.
 
     The DCP group is `dcp.size` consecutive ranks of `tp`: dcp.rank == tp.rank % dcp.size.
+    backend: what computes; the weights lie as it keeps them.
     num_mtp_layers: how many MTP layers to load, from the first.
     expert_parallel: whole routed experts on each rank, instead of a part of each.
     progress: told of the bytes to read and read, for other threads to look at.
@@ -77,6 +78,7 @@ def load_model(
             config,
             checkpoint.tensors,
             dtype=dtype,
+            backend=backend,
             tp=tp,
             dcp=dcp,
             num_mtp_layers=num_mtp_layers,
@@ -88,7 +90,7 @@ def load_model(
             checkpoint=checkpoint, dtype=dtype, rank=tp.rank, size=tp.size, expert_parallel=expert_parallel
         )
         _require_copies(config, reader, checkpoint.tensors, num_mtp_layers)
-        return Model(config, reader, tp, dcp, num_mtp_layers=num_mtp_layers, spans=spans)
+        return Model(config, reader, backend, tp, dcp, num_mtp_layers=num_mtp_layers, spans=spans)
 
 
 def measure_shard(
@@ -96,6 +98,7 @@ def measure_shard(
     stored: Mapping[str, TensorInfo],
     *,
     dtype: torch.dtype,
+    backend: Backend,
     tp: Collectives,
     dcp: DcpGroup,
     num_mtp_layers: int,
@@ -109,7 +112,7 @@ def measure_shard(
     )
     _require_copies(config, reader, stored, num_mtp_layers)
     num_compared = meter.weight_bytes
-    Model(config, reader, tp, dcp, num_mtp_layers=num_mtp_layers)
+    Model(config, reader, backend, tp, dcp, num_mtp_layers=num_mtp_layers)
     return ShardBytes(file_bytes=meter.file_bytes, weight_bytes=meter.weight_bytes - num_compared)
 
 
@@ -133,6 +136,7 @@ class Model:
         self,
         config: ModelConfig,
         reader: WeightReader,
+        backend: Backend,
         tp: Collectives,
         dcp: DcpGroup,
         *,
@@ -140,22 +144,25 @@ class Model:
         spans: Spans | None = None,
     ) -> None:
         self.config = config
+        self.backend = backend
         self.spans = spans or Spans(is_on=False)
         self.tp = tp
+        self.dcp = dcp
         yarn = config.rope_scaling
         self.frequencies = rotary_frequencies(config.rope_theta, config.qk_rope_head_dim, reader.dtype, yarn)
         self.rope_factor = yarn.embedding_factor if yarn is not None else 1.0
         self.embed_tokens = reader.vocabulary(EMBEDDING)
         self.layers = [
-            DecoderLayer(config, layer, reader.under(layer_prefix(layer)), tp, dcp)
+            DecoderLayer(config, layer, reader.under(layer_prefix(layer)), backend, tp, dcp)
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = reader.norm(FINAL_NORM)
+        self._next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         head = EMBEDDING if config.tie_word_embeddings else HEAD
-        self.lm_head = Linear(reader.transposed().vocabulary(head))
+        self.lm_head = backend.linear(Weight(reader.laid_out_for(backend).vocabulary(head)))
         end = config.num_hidden_layers + num_mtp_layers
         self.mtp_layers = [
-            MtpLayer(config, layer, reader.under(layer_prefix(layer)), tp, dcp)
+            MtpLayer(config, layer, reader.under(layer_prefix(layer)), backend, tp, dcp)
             for layer in range(config.num_hidden_layers, end)
         ]
         self.vocab_start = tp.rank * self.embed_tokens.shape[0]
@@ -164,34 +171,30 @@ class Model:
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.dtype
 
-    def forward(self, token_ids: Tensor, rows: RowBatch, cache: KVCache, planner: StepPlanner) -> Tensor:
+    def forward(self, token_ids: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h [T, hidden], after the final norm, of token_ids [T] int64 (T >= 1).
 
         Stores the KV of the rows that this rank owns, then attends to it.
         """
-        ctx = self._context(rows, cache, planner)
+        ctx = self._context(rows, cache)
+        plan = self._dense_plan(ctx)
         h = self._embed(token_ids)
-        for layer in self.layers:
-            h = layer(h, ctx)
-        return rms_norm(h, self.norm, self.config.rms_norm_eps)
+        normed = self.backend.rms_norm(h, self.layers[0].input_norm, self.config.rms_norm_eps)
+        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
+            normed, plan = layer(h, normed, next_norm, plan, ctx)
+        return normed
 
     def mtp_forward(
-        self,
-        token_ids: Tensor,
-        prev_hidden: Tensor,
-        rows: RowBatch,
-        cache: KVCache,
-        planner: StepPlanner,
-        *,
-        module: int = 0,
+        self, token_ids: Tensor, prev_hidden: Tensor, rows: Rows, cache: KVCache, *, module: int = 0
     ) -> Tensor:
         """z [T, hidden] of MTP layer `module`, after shared_head.norm; its KV has a cache layer of its own.
 
         The row at position p takes t[p] and prev_hidden [T, hidden]: h[p-1] of `forward` for module 0, z[p-1]
         of the module before for the others and for a chained draft.
         """
-        context = self._context(rows, cache, planner)
-        return self.mtp_layers[module](self._embed(token_ids), prev_hidden, context)
+        ctx = self._context(rows, cache)
+        plan = self._dense_plan(ctx)
+        return self.mtp_layers[module](self._embed(token_ids), prev_hidden, plan, ctx)
 
     def logits(self, h: Tensor) -> Tensor:
         """[R, ceil(V / tp)] of h [R, hidden]: the columns from vocab_start on, in float32 or float64.
@@ -206,19 +209,20 @@ class Model:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(token_ids, self.embed_tokens)
-        local = token_ids - self.vocab_start
-        here = (local >= 0) & (local < self.embed_tokens.shape[0])
-        rows = F.embedding(local.where(here, 0), self.embed_tokens)
-        return self.tp.all_reduce(rows.mul_(here.unsqueeze(-1)))
+            return self.backend.embed(token_ids, self.embed_tokens, None)
+        return self.tp.all_reduce(self.backend.embed(token_ids, self.embed_tokens, self.vocab_start))
 
-    def _context(self, rows: RowBatch, cache: KVCache, planner: StepPlanner) -> PassContext:
-        dense = not self.config.has_indexer or rows.max_visible <= self.config.index_topk
+    def _context(self, rows: Rows, cache: KVCache) -> PassContext:
         return PassContext(
             rows=rows,
-            rope=rotary_table(rows.positions, self.frequencies, self.rope_factor),
+            rope=self.backend.rotary_table(rows.positions, self.frequencies, self.rope_factor),
             cache=cache,
-            planner=planner,
-            dense_plan=planner.plan(select_visible(rows)) if dense else None,
+            is_dense=not self.config.has_indexer or rows.max_visible <= self.config.index_topk,
             spans=self.spans,
         )
+
+    def _dense_plan(self, ctx: PassContext) -> SparseMLAPlan | None:
+        """The one plan of all layers, or None where layers select."""
+        if not ctx.is_dense:
+            return None
+        return self.backend.plan(self.backend.select_visible(ctx.rows, self.dcp))

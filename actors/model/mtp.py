@@ -5,12 +5,13 @@ from torch import Tensor
 
 from actors.model.config import ModelConfig
 from actors.model.decoder import DecoderLayer
-from actors.model.layers import rms_norm
-from actors.model.linear import Linear
 from actors.model.mla import PassContext
 from actors.model.weights import WeightReader
+from kernels_integration.backend import Backend
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.plan import SparseMLAPlan
+from kernels_integration.weight import Weight
 
 
 class MtpLayer:
@@ -21,22 +22,34 @@ class MtpLayer:
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, reader: WeightReader, tp: Collectives, dcp: DcpGroup
+        self,
+        config: ModelConfig,
+        layer: int,
+        reader: WeightReader,
+        backend: Backend,
+        tp: Collectives,
+        dcp: DcpGroup,
     ) -> None:
+        self.backend = backend
         self.eps = config.rms_norm_eps
         self.embedding_norm = reader.norm("enorm.weight")
         self.hidden_norm = reader.norm("hnorm.weight")
-        self.eh_proj = Linear(reader.transposed().whole("eh_proj.weight"))
-        self.layer = DecoderLayer(config, layer, reader, tp, dcp)
+        self.eh_proj = backend.linear(Weight(reader.laid_out_for(backend).whole("eh_proj.weight")))
+        self.layer = DecoderLayer(config, layer, reader, backend, tp, dcp)
         self.head_norm = reader.norm("shared_head.norm.weight")
 
-    def __call__(self, embedding: Tensor, prev_hidden: Tensor, ctx: PassContext) -> Tensor:
-        """embedding and prev_hidden [T, hidden] -> z [T, hidden]."""
+    def __call__(
+        self, embedding: Tensor, prev_hidden: Tensor, plan: SparseMLAPlan | None, ctx: PassContext
+    ) -> Tensor:
+        """embedding and prev_hidden [T, hidden] -> z [T, hidden].
+
+        plan: of dense attention; None: the layer selects.
+        """
+        norm = self.backend.rms_norm
         entrance = torch.cat(
-            (
-                rms_norm(embedding, self.embedding_norm, self.eps),
-                rms_norm(prev_hidden, self.hidden_norm, self.eps),
-            ),
+            (norm(embedding, self.embedding_norm, self.eps), norm(prev_hidden, self.hidden_norm, self.eps)),
             dim=-1,
         )
-        return rms_norm(self.layer(self.eh_proj(entrance), ctx), self.head_norm, self.eps)
+        h = self.eh_proj(entrance)
+        z, _ = self.layer(h, norm(h, self.layer.input_norm, self.eps), self.head_norm, plan, ctx)
+        return z

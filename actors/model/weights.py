@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from actors.model.safetensors_file import TensorInfo
+from kernels_integration.backend import Backend
 from kernels_integration.errors import CheckpointError
+from kernels_integration.weight import accumulate_dtype
 
 _COMPARED_ROWS = 256
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What norms, router, softmax and logits are computed in: float32, or float64 in a float64 model."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 class TensorSource(Protocol):
@@ -44,7 +41,7 @@ class WeightReader:
     expert_parallel: bool = False
     """Routed experts are whole on one rank instead of split over all."""
     is_transposed: bool = False
-    """Matrices lie in memory as their transposes, as Linear keeps them."""
+    """Matrices lie in memory as their transposes."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.checkpoint[self.prefix + name].shape
@@ -64,9 +61,9 @@ class WeightReader:
         """A reader whose rows and columns are all of them."""
         return replace(self, rank=0, size=1)
 
-    def transposed(self) -> "WeightReader":
-        """A reader of matrices for Linear, which then needs no copy."""
-        return replace(self, is_transposed=True)
+    def laid_out_for(self, backend: Backend) -> "WeightReader":
+        """A reader of matrices as the backend keeps them, which then needs no copy."""
+        return replace(self, is_transposed=backend.keeps_transposes)
 
     def rows(self, *names: str) -> Tensor:
         """This rank's part of the output features; of several weights one below the other."""
@@ -76,6 +73,16 @@ class WeightReader:
     def columns(self, name: str) -> Tensor:
         """This rank's part of the input features."""
         return self.part(name, columns=self.share(self.shape(name)[1]))
+
+    def expert_rows(self, experts: range, *names: str) -> Tensor:
+        """[E, out, in]: `rows` of experts.E.NAME, expert after expert in one tensor."""
+        of_one = self.under("experts.0.")
+        return self._stack_experts(experts, [(name, self.share(of_one.shape(name)[0])) for name in names])
+
+    def expert_columns(self, experts: range, name: str) -> Tensor:
+        """[E, out, in]: `columns` of experts.E.NAME, expert after expert in one tensor."""
+        width = self.under("experts.0.").shape(name)[1]
+        return self._stack_experts(experts, [(name, slice(None))], self.share(width))
 
     def head_rows(self, name: str, num_heads: int) -> Tensor:
         """The output features of this rank's ceil(num_heads / size) heads; heads past the last are zero."""
@@ -111,19 +118,37 @@ class WeightReader:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Rows of several tensors below each other; read in place, as copies would leave holes in memory."""
+        height, width = self._extents(parts, columns)
+        out = self._allocate((height, width), dtype or self.dtype)
+        self._fill_stack(parts, columns, out)
+        return out if len(self.shape(parts[0][0])) > 1 else out[:, 0]
+
+    def _stack_experts(
+        self, experts: range, parts: Sequence[tuple[str, slice]], columns: slice = slice(None)
+    ) -> Tensor:
+        extents = self.under("experts.0.")._extents(parts, columns)
+        out = self._allocate((len(experts), *extents), self.dtype)
+        for expert, of_expert in zip(experts, out, strict=True):
+            self.under(f"experts.{expert}.")._fill_stack(parts, columns, of_expert)
+        return out
+
+    def _extents(self, parts: Sequence[tuple[str, slice]], columns: slice) -> tuple[int, int]:
         shape = self.shape(parts[0][0])
-        heights = [_extent(rows, self.shape(name)[0]) for name, rows in parts]
-        width = _extent(columns, shape[1] if len(shape) > 1 else 1)
-        dtype = dtype or self.dtype
-        if self.is_transposed:
-            out = self.checkpoint.allocate((width, sum(heights)), dtype).t()
-        else:
-            out = self.checkpoint.allocate((sum(heights), width), dtype)
+        height = sum(_extent(rows, self.shape(name)[0]) for name, rows in parts)
+        return height, _extent(columns, shape[1] if len(shape) > 1 else 1)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if not self.is_transposed:
+            return self.checkpoint.allocate(shape, dtype)
+        *experts, height, width = shape
+        return self.checkpoint.allocate((*experts, width, height), dtype).transpose(-1, -2)
+
+    def _fill_stack(self, parts: Sequence[tuple[str, slice]], columns: slice, out: Tensor) -> None:
         start = 0
-        for (name, rows), height in zip(parts, heights, strict=True):
+        for name, rows in parts:
+            height = _extent(rows, self.shape(name)[0])
             self._fill(name, rows, columns, out[start : start + height])
             start += height
-        return out if len(shape) > 1 else out[:, 0]
 
     def _fill(self, name: str, rows: slice, columns: slice, out: Tensor) -> None:
         shape = self.shape(name)

@@ -10,6 +10,7 @@ from actors.model.config import ModelConfig
 from actors.model.load_progress import LoadProgress
 from actors.model.model import load_model
 from actors.shard.shard import Shard
+from kernels_integration import registry
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import ConfigError
@@ -38,12 +39,15 @@ def build_shard(
     if config.trace:
         tp, dcp_comm = SpannedCollectives(tp, spans), SpannedCollectives(dcp_comm, spans)
     model_config = ModelConfig.from_pretrained(config.model_path)
+    needs = backend_needs(config, model_config)
+    backend = registry.create(registry.choose(config.attention_backend, needs).name, needs)
     dcp = DcpGroup(interleave=config.cp_kv_cache_interleave_size, comm=dcp_comm)
     num_mtp_layers = model_config.num_drafting_layers(config.num_speculative_tokens)
     model = load_model(
         model_config,
         config.model_path,
         dtype=DTYPES[config.dtype],
+        backend=backend,
         tp=tp,
         dcp=dcp,
         num_mtp_layers=num_mtp_layers,
@@ -60,12 +64,31 @@ def build_shard(
         f"the KV cache of a shard needs {num_bytes / 2**30:.1f} GiB ({num_bytes} bytes)",
         "--kv-cache-memory-bytes or --num-kv-blocks",
     ):
-        cache = KVCache.allocate(layout, num_layers, num_slots, index_layers=index_layers)
+        cache = KVCache.allocate(
+            layout, num_layers, num_slots, device=backend.device, index_layers=index_layers
+        )
     with _refusing(
         f"max-num-seqs {config.max_num_seqs} requests of max-model-len {config.max_model_len} need state",
         "--max-num-seqs or --max-model-len",
     ):
-        return Shard(config, model, cache, tp=tp, dcp=dcp, num_parts=torch.get_num_threads(), spans=spans)
+        return Shard(config, model, cache, tp=tp, dcp=dcp, spans=spans)
+
+
+def backend_needs(config: GroupConfig, model: ModelConfig) -> registry.Needs:
+    """What a shard of the group asks of its backend."""
+    layout = model.kv_layout(config.kv_cache_dtype, config.indexer_kv_dtype)
+    tp, dcp = config.tensor_parallel_size, config.decode_context_parallel_size
+    return registry.Needs(
+        device="cpu",
+        dtype=config.dtype,
+        kv_cache_dtype=layout.kv_cache_dtype,
+        indexer_kv_dtype=layout.indexer_kv_dtype,
+        num_heads=-(-model.num_attention_heads // tp) * dcp,
+        latent_rank=layout.latent_rank,
+        rope_dim=layout.rope_dim,
+        index_dim=layout.index_dim,
+        needs_lse=dcp > 1,
+    )
 
 
 @contextmanager

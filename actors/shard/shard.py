@@ -27,7 +27,6 @@ from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.logprobs import Logprobs
-from kernels_integration.planner import StepPlanner
 from kernels_integration.rows import RowBatch
 from kernels_integration.spans import Span, Spans
 
@@ -49,15 +48,12 @@ class Shard:
         *,
         tp: Collectives,
         dcp: DcpGroup,
-        num_parts: int,
         spans: Spans,
     ) -> None:
         self._config = config
         self._model = model
         self._cache = cache
         self._tp = tp
-        self._dcp = dcp
-        self._num_parts = num_parts
         self._spans = spans
         self._tables = BlockTables(
             num_slots=config.max_num_seqs,
@@ -199,7 +195,7 @@ class Shard:
         row_batch = self._tables.rows(
             rows.slots, rows.starts, rows.counts, limits=rows.limits, readonly=rows.readonly
         )
-        return self._model.forward(token_ids, row_batch, self._cache, self._planner())
+        return self._model.forward(token_ids, row_batch, self._cache)
 
     def _sample(self, rows: StepRows, hidden: Tensor, drafts: Tensor) -> Verified:
         """The tokens of every verify row and of every final chunk."""
@@ -287,11 +283,7 @@ class Shard:
         )
 
     def _mtp(self, module: int, token_ids: Tensor, previous: Tensor, rows: RowBatch) -> Tensor:
-        return self._model.mtp_forward(token_ids, previous, rows, self._cache, self._planner(), module=module)
-
-    def _planner(self) -> StepPlanner:
-        # Under DCP the KV that a rank owns of a selection differs by layer, so does the split.
-        return StepPlanner(self._num_parts, reuse_split=self._dcp.size == 1)
+        return self._model.mtp_forward(token_ids, previous, rows, self._cache, module=module)
 
 
 def _logprobs_message(logprobs: Logprobs | None) -> TokenLogprobs | None:

@@ -316,9 +316,9 @@ class EngineArgs(BaseModel):
         ),
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "torch"],
-        Field(description="Kernels of the attention."),
-        Setting(rule="auto or torch", group="KV cache", metavar="{auto,torch}"),
+        Literal["auto", "torch", "triton", "aiter"],
+        Field(description="What computes the model. auto is the fastest that this machine can use."),
+        Setting(rule="auto, torch, triton or aiter", group="KV cache", metavar="{auto,torch,triton,aiter}"),
     ] = "auto"
 
     trace: Annotated[

@@ -32,6 +32,7 @@ from cluster.tokenizer import load_tokenizer
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError, LatentrayError
+from kernels_integration.reference.backend import TorchBackend
 
 BLOCK_SIZE = 16
 """Tokens of a KV block, as EngineArgs has it by default: the cache holds whole blocks."""
@@ -244,6 +245,7 @@ def _shard_facts(
         config,
         stored,
         dtype=getattr(torch, dtype),
+        backend=TorchBackend(getattr(torch, dtype)),
         tp=InProcessCollectives.create(tp_size)[-1],
         dcp=DcpGroup(1, InProcessCollectives.create(dcp_size)[0]),
         num_mtp_layers=num_mtp_modules,

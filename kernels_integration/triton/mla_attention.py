@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels_integration.attention import _check_fit as check_fit
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_formats import Fp8Format, PlainFormat, StoredVectors
 from kernels_integration.kv_layout import FP8_TILE
 from kernels_integration.plan import SparseMLAPlan
+from kernels_integration.plan_check import check_fit
 from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format
 
 _LOG2_E = 1.4426950408889634
@@ -69,6 +69,9 @@ def run(
     """
     kv_indices = check_fit(plan, q, kv, o, lse)
     _require_types(q, kv)
+    split = plan.split
+    if split is None:
+        raise PlanError("the plan has no work items; build it for a number of parts")
     if plan.rows == 0:
         return
     H, C = o.shape[1], o.shape[2]
@@ -76,24 +79,24 @@ def run(
     storage = kv.storage
     fp8 = fp8_format(kv)
     tiles = tiles or AttentionTiles.choose(H, q.dtype, storage.element_size())
-    rows_alone = plan.num_parts == 1 or plan.rows >= _ROWS_PER_PART * plan.num_parts
-    partial_rows = 0 if rows_alone else plan.num_partial_rows
+    rows_alone = split.num_parts == 1 or plan.rows >= _ROWS_PER_PART * split.num_parts
+    partial_rows = 0 if rows_alone else split.num_partial_rows
     partial_o = torch.empty(max(partial_rows, 1), H, C, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(max(partial_rows, 1), H, dtype=torch.float32, device=q.device)
     head_tiles = triton.cdiv(H, tiles.heads)
     # Neighbouring programs share a part's KV: the second finds it in the L2 cache.
-    grid = (head_tiles * (plan.rows if rows_alone else plan.num_parts),)
+    grid = (head_tiles * (plan.rows if rows_alone else split.num_parts),)
     common = {
         "q": q,
         "kv_indices": kv_indices,
         "kv_indptr": plan.kv_indptr,
-        "work_indptr": plan.work_indptr,
-        "work_info": plan.work_info,
+        "work_indptr": split.work_indptr,
+        "work_info": split.work_info,
         "o": o,
         "lse": lse,
         "partial_o": partial_o,
         "partial_lse": partial_lse,
-        "max_items": plan.work_info.shape[0],
+        "max_items": split.work_info.shape[0],
         "num_indices": kv_indices.shape[0],
         "num_heads": H,
         "score_scale": sm_scale * _LOG2_E,
@@ -132,18 +135,18 @@ def run(
         _merge_parts[(plan.rows, H)](
             partial_o,
             partial_lse,
-            plan.reduce_indptr,
-            plan.reduce_partial_map,
+            split.reduce_indptr,
+            split.reduce_partial_map,
             o,
             lse,
-            plan.reduce_partial_map.shape[0],
+            split.reduce_partial_map.shape[0],
             H,
             o.stride(0),
             o.stride(1),
             lse.stride(0),
             C=C,
             BLOCK_C=triton.next_power_of_2(C),
-            BLOCK_ENTRIES=triton.next_power_of_2(plan.num_parts),
+            BLOCK_ENTRIES=triton.next_power_of_2(split.num_parts),
             BLOCK_S=_MERGED_AT_ONCE,
             num_warps=4,
         )

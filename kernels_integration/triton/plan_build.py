@@ -10,7 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels_integration.errors import PlanError
-from kernels_integration.plan import BLOCK_TOKENS, ITEM_BLOCKS, SparseMLAPlan, plan_from_indptr
+from kernels_integration.plan import (
+    BLOCK_TOKENS,
+    ITEM_BLOCKS,
+    MAX_KV_TOKENS,
+    SparseMLAPlan,
+    WorkSplit,
+    plan_from_indptr,
+)
 
 MAX_ROWS = 4096
 """A program holds all rows' costs in registers; above this the plan is built by torch's operations."""
@@ -23,7 +30,7 @@ def build_plan(kv_lens: Tensor, num_parts: int, *, kv_indices: Tensor | None = N
     """
     if not 0 < kv_lens.shape[0] <= MAX_ROWS:
         indptr = torch.nn.functional.pad(kv_lens.clamp_min(0).cumsum(0), (1, 0)).to(torch.int32)
-        return plan_from_indptr(indptr, num_parts, kv_indices=kv_indices)
+        return plan_from_indptr(indptr, num_parts, kv_indices=kv_indices, kv_bound=_bound(kv_indices))
     kv_indptr = torch.empty(kv_lens.shape[0] + 1, dtype=torch.int32, device=kv_lens.device)
     return _build(kv_lens, kv_indptr, num_parts, kv_indices, from_lens=True)
 
@@ -33,7 +40,7 @@ def build_plan_from_indptr(
 ) -> SparseMLAPlan:
     """The same from cumulative lengths [rows + 1] int32, which become the plan's own kv_indptr."""
     if not 1 < kv_indptr.shape[0] <= MAX_ROWS + 1:
-        return plan_from_indptr(kv_indptr, num_parts, kv_indices=kv_indices)
+        return plan_from_indptr(kv_indptr, num_parts, kv_indices=kv_indices, kv_bound=_bound(kv_indices))
     kv_indptr = kv_indptr.to(torch.int32)
     return _build(kv_indptr, kv_indptr, num_parts, kv_indices, from_lens=False)
 
@@ -50,11 +57,8 @@ def _build(
     def array(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=source.device)
 
-    plan = SparseMLAPlan(
-        rows=rows,
+    split = WorkSplit(
         num_parts=num_parts,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
         work_indptr=array(num_parts + 1),
         work_info=array(max_items, 8),
         reduce_indptr=array(rows + 1),
@@ -65,12 +69,12 @@ def _build(
     block_rows = max(32, triton.next_power_of_2(rows))
     _plan_worker[(num_parts,)](
         source,
-        plan.kv_indptr,
-        plan.work_indptr,
-        plan.work_info,
-        plan.reduce_indptr,
-        plan.reduce_final_map,
-        plan.reduce_partial_map,
+        kv_indptr,
+        split.work_indptr,
+        split.work_info,
+        split.reduce_indptr,
+        split.reduce_final_map,
+        split.reduce_partial_map,
         rows,
         num_parts,
         max_items,
@@ -83,7 +87,14 @@ def _build(
         # A step is one maximum over all rows: within a warp it needs no shared memory.
         num_warps=1 if block_rows <= 1024 else 4,
     )
-    return plan
+    return SparseMLAPlan(
+        rows=rows, kv_bound=_bound(kv_indices), kv_indptr=kv_indptr, kv_indices=kv_indices, split=split
+    )
+
+
+def _bound(kv_indices: Tensor | None) -> int:
+    """Tokens that the rows may have: as many as have room."""
+    return MAX_KV_TOKENS if kv_indices is None else kv_indices.shape[0]
 
 
 @triton.jit

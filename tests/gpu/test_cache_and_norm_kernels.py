@@ -6,9 +6,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton: pip install triton")
 
-from actors.model import layers
+from actors.model.rotary import rotary_frequencies
 from kernels_integration.kv_formats import PlainFormat, StoredVectors, VectorFormat, key_format, latent_format
 from kernels_integration.kv_layout import KVLayout
+from kernels_integration.reference import layers
 from kernels_integration.triton import cache_write, norms
 from tests.support.guarded import Guarded, largest_row_error
 
@@ -25,7 +26,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 def rope_table(rows: int, rotary: int, dtype: torch.dtype = torch.float32) -> Tensor:
     positions = torch.randint(0, 5000, (rows,), generator=torch.Generator().manual_seed(9))
-    return layers.rotary_table(positions, layers.rotary_frequencies(10000.0, rotary, dtype))
+    return layers.rotary_table(positions, rotary_frequencies(10000.0, rotary, dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_formats import StoredVectors, key_format
 from kernels_integration.kv_layout import KVLayout
+from kernels_integration.reference.selection import select_topk
 from kernels_integration.rows import RowBatch, RowGroup
-from kernels_integration.selection import select_topk
 from kernels_integration.triton import indexer
 from tests.support.guarded import Guarded
 

@@ -6,11 +6,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton: pip install triton")
 
-from kernels_integration import attention
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_formats import StoredVectors, latent_format
 from kernels_integration.kv_layout import KVLayout
 from kernels_integration.plan import build_plan
+from kernels_integration.reference import attention
 from kernels_integration.triton import mla_attention
 from tests.support.guarded import Guarded, largest_row_error
 
@@ -50,8 +50,8 @@ class AttentionCase:
         ]
         self.kv_indices = torch.cat([*slots, torch.zeros(0, dtype=torch.int64)]).to(index_dtype)
         self.plan_cpu = build_plan(kv_lens, num_parts, kv_indices=self.kv_indices)
-        plan = build_plan(torch.tensor(kv_lens, dtype=torch.int32).to(device), num_parts)
-        self.plan = plan.with_indices(Guarded.of(self.kv_indices, device).tensor)
+        lens = torch.tensor(kv_lens, dtype=torch.int32).to(device)
+        self.plan = build_plan(lens, num_parts, kv_indices=Guarded.of(self.kv_indices, device).tensor)
         values = torch.randn(num_slots, latent + rope, generator=generator)
         if kv_dtype == "fp8_ds_mla":
             layout = KVLayout(
@@ -132,8 +132,7 @@ def test_a_slot_below_zero_is_absent(device):
     lens = [2 * n for n in (70, 33, 5)]
     holes = torch.full((sum(lens),), -1)
     holes[1::2] = case.kv_indices
-    plan = build_plan(torch.tensor(lens).to(device), 4)
-    case.plan = plan.with_indices(holes.to(device))
+    case.plan = build_plan(torch.tensor(lens).to(device), 4, kv_indices=holes.to(device))
     o, lse = case.run()
     assert largest_row_error(o, expected_o) < 2e-5
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
@@ -207,7 +206,7 @@ def test_slots_past_four_gibibytes(device):
     for kv, indices in ((storage, slots), (storage[slots].contiguous(), torch.arange(100, device=device))):
         o = torch.full((1, 16, 512), torch.nan, device=device, dtype=dtype)
         lse = torch.full((1, 16), torch.nan, device=device)
-        plan = build_plan(torch.tensor([100], device=device), 4).with_indices(indices)
+        plan = build_plan(torch.tensor([100], device=device), 4, kv_indices=indices)
         mla_attention.run(plan, q, StoredVectors.plain(kv), o, lse, sm_scale=0.04)
         outputs.append((o, lse))
     assert torch.equal(outputs[0][0], outputs[1][0])

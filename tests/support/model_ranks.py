@@ -14,7 +14,7 @@ from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
-from kernels_integration.planner import StepPlanner
+from kernels_integration.reference.backend import TorchBackend
 from tests.support.model_rows import Chunk, SlotMap
 
 T = TypeVar("T")
@@ -42,6 +42,7 @@ class Rank:
             self.config,
             path,
             dtype=dtype,
+            backend=TorchBackend(dtype),
             tp=tp or SoloCollectives(),
             dcp=self.dcp,
             num_mtp_layers=num_mtp_layers,
@@ -62,7 +63,7 @@ class Rank:
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> Tensor:
         rows = self.slots.rows(chunks)
-        return self.model.forward(torch.tensor(list(token_ids)), rows, self.cache, self._planner())
+        return self.model.forward(torch.tensor(list(token_ids)), rows, self.cache)
 
     @torch.inference_mode()
     def mtp_forward(
@@ -70,14 +71,11 @@ class Rank:
     ) -> Tensor:
         rows = self.slots.rows(chunks, visible_from=1 + module)
         ids = torch.tensor(list(token_ids))
-        return self.model.mtp_forward(ids, prev_hidden, rows, self.cache, self._planner(), module=module)
+        return self.model.mtp_forward(ids, prev_hidden, rows, self.cache, module=module)
 
     def logits(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> Tensor:
         with torch.inference_mode():
             return self.model.logits(self.forward(chunks, token_ids))
-
-    def _planner(self) -> StepPlanner:
-        return StepPlanner(2, self.dcp.size == 1)
 
 
 def run_ranks(tp: int, dcp: int, interleave: int, work: Callable[[Collectives, DcpGroup], T]) -> list[T]:

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_integration import attention
-from kernels_integration.attention import run, run_work_items
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_formats import StoredVectors
-from kernels_integration.plan import SparseMLAPlan, build_plan, validate_plan
+from kernels_integration.plan import SparseMLAPlan, build_plan
+from kernels_integration.plan_check import validate_plan
+from kernels_integration.reference import attention
+from kernels_integration.reference.attention import run, run_work_items
 
 H, C, R = 3, 16, 8
 SCALE = 0.2
@@ -123,7 +124,7 @@ def test_any_tiling_and_any_split_agree(kv_lens, num_parts, tile_tokens, index_d
 
 def test_split_rows_merge():
     case = Case([5, 0, 4000, 700], 7, num_slots=5000)
-    assert case.plan.num_partial_rows > 0
+    assert case.plan.split.num_partial_rows > 0
     case.check(run_work_items, 1e-11)
     case.check(run, 1e-11)
 
@@ -234,7 +235,7 @@ def test_a_plan_over_padded_rows_is_refused_before_anything_is_written(attend):
 
 
 def without_indices(plan: SparseMLAPlan) -> SparseMLAPlan:
-    return build_plan([4, 4], plan.num_parts)
+    return build_plan([4, 4], plan.split.num_parts)
 
 
 @both

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.kv_layout import KVLayout
+from kernels_integration.reference.rows import store
 from kernels_integration.rows import RowBatch
 
 
@@ -40,7 +41,9 @@ def test_write_stores_the_owned_rows_and_nothing_else(write_rows: list[int]) -> 
     cache = KVCache.allocate(layout(), 2, 8)
     slots = [5, 0, 7, 2][: len(write_rows)]
     latent, key = numbered(4, 3), numbered(4, 2, 100.0)
-    cache.write(1, rows(4, write_rows, slots), latent, key)
+    stored = rows(4, write_rows, slots)
+    store(latent, cache.latent(1), stored)
+    store(key, cache.index_keys(1), stored)
     expected_latent, expected_key = torch.zeros(8, 3), torch.zeros(8, 2)
     for row, slot in zip(write_rows, slots, strict=True):
         expected_latent[slot], expected_key[slot] = latent[row], key[row]
@@ -53,15 +56,14 @@ def test_write_stores_the_owned_rows_and_nothing_else(write_rows: list[int]) -> 
 def test_write_rounds_to_the_storage_dtype() -> None:
     cache = KVCache.allocate(layout("bfloat16"), 1, 4)
     latent = torch.tensor([[1.0, 1.001, 3.14159]])
-    cache.write(0, rows(1, [0], [2]), latent, torch.ones(1, 2))
+    store(latent, cache.latent(0), rows(1, [0], [2]))
     assert torch.equal(cache.latent(0).storage[2], latent[0].bfloat16())
 
 
-def test_a_layer_without_an_indexer_keeps_its_keys() -> None:
-    cache = KVCache.allocate(layout(), 1, 4)
-    cache.write(0, rows(1, [0], [2]), torch.ones(1, 3), None)
-    assert cache.latent(0).storage[2].eq(1).all()
-    assert not cache.index_keys(0).storage.any()
+def test_a_layer_without_an_indexer_keeps_no_keys() -> None:
+    cache = KVCache.allocate(layout(), 2, 4, index_layers=[1])
+    assert cache.index_keys(0).num_slots == 0
+    assert cache.index_keys(1).num_slots == 4
     assert KVCache.allocate(layout(index_dim=0), 1, 4).keys == ()
 
 
@@ -69,7 +71,7 @@ def test_a_layer_without_an_indexer_keeps_its_keys() -> None:
 def test_a_slot_outside_the_cache_is_refused_and_nothing_is_written(slot: int) -> None:
     cache = KVCache.allocate(layout(index_dim=0), 1, 4)
     with pytest.raises(IndexError):
-        cache.write(0, rows(1, [0], [slot]), torch.ones(1, 3), None)
+        store(torch.ones(1, 3), cache.latent(0), rows(1, [0], [slot]))
     assert not cache.latent(0).storage.any()
 
 
@@ -98,5 +100,5 @@ def test_bytes_per_token_is_what_is_allocated(
 
 def test_an_empty_cache_takes_an_empty_write() -> None:
     cache = KVCache.allocate(layout(), 1, 0)
-    cache.write(0, rows(0, [], []), torch.empty(0, 3), torch.empty(0, 2))
+    store(torch.empty(0, 3), cache.latent(0), rows(0, [], []))
     assert cache.num_bytes == 0

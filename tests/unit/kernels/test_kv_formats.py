@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_integration.attention import run, run_work_items
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_formats import (
@@ -22,8 +21,9 @@ from kernels_integration.kv_formats import (
 )
 from kernels_integration.kv_layout import Fp8Layout, KVLayout
 from kernels_integration.plan import build_plan
+from kernels_integration.reference.attention import run, run_work_items
+from kernels_integration.reference.selection import select_topk
 from kernels_integration.rows import RowBatch, RowGroup
-from kernels_integration.selection import select_topk
 
 SMALLEST_NORMAL = 2.0**-126
 FLT_MAX = torch.finfo(torch.float32).max

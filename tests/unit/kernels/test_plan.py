@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_integration.errors import PlanError
-from kernels_integration.plan import SparseMLAPlan, _plan_split, build_plan, plan_from_indptr, validate_plan
-from kernels_integration.planner import StepPlanner
-from kernels_integration.selection import Selection
+from kernels_integration.plan import SparseMLAPlan, build_plan, plan_from_indptr, split_rows
+from kernels_integration.plan_check import validate_plan
+from kernels_integration.planner import plan_selection
+from kernels_integration.rows import Selection
 from tests.support.plan_reference import plan_serially
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "plan_vectors.json").read_text())["vectors"]
@@ -28,10 +29,10 @@ def indptr_of(kv_lens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("vector", GOLDEN, ids=lambda vector: vector["name"])
 def test_golden_vectors(vector):
-    plan = build_plan(vector["kv_lens"], vector["num_parts"])
+    split = build_plan(vector["kv_lens"], vector["num_parts"]).split
     expected = dict(vector)
     expected["reduce_final_map"] = [entry or [-1, -1] for entry in vector["reduce_final_map"]]
-    assert {name: getattr(plan, name).tolist() for name in ARRAYS} == {
+    assert {name: getattr(split, name).tolist() for name in ARRAYS} == {
         name: expected[name] for name in ARRAYS
     }
 
@@ -42,11 +43,11 @@ def test_equals_the_serial_planner(kv_lens, num_parts):
     plan = build_plan(kv_lens, num_parts)
     expected = plan_serially(kv_lens, num_parts)
     for name in ARRAYS:
-        assert getattr(plan, name).tolist() == getattr(expected, name), name
-        assert getattr(plan, name).dtype == torch.int32, name
-    assert plan.num_partial_rows == len(expected.reduce_partial_map)
+        assert getattr(plan.split, name).tolist() == getattr(expected, name), name
+        assert getattr(plan.split, name).dtype == torch.int32, name
+    assert plan.split.num_partial_rows == len(expected.reduce_partial_map)
     assert len(expected.work_info) <= max(0, len(kv_lens) + num_parts - 1)
-    assert plan.num_partial_rows <= min(len(kv_lens) + num_parts - 1, 2 * (num_parts - 1))
+    assert plan.split.num_partial_rows <= min(len(kv_lens) + num_parts - 1, 2 * (num_parts - 1))
     validate_plan(plan)
 
 
@@ -54,26 +55,27 @@ def test_equals_the_serial_planner(kv_lens, num_parts):
 def test_shapes_on_a_device_depend_on_no_length(num_parts):
     """A meta tensor has no values: an operation that needs one on the host fails."""
     rows = 5
-    plan = plan_from_indptr(torch.empty(rows + 1, dtype=torch.int32, device="meta"), num_parts)
-    assert plan.work_info.shape == (rows + num_parts - 1, 8)
-    assert plan.work_indptr.shape == (num_parts + 1,)
-    assert plan.reduce_indptr.shape == (rows + 1,)
-    assert plan.reduce_final_map.shape == (rows, 2)
-    assert plan.reduce_partial_map.shape == (min(rows + num_parts - 1, 2 * (num_parts - 1)),)
-    assert plan.num_partial_rows == plan.reduce_partial_map.shape[0]
+    indptr = torch.empty(rows + 1, dtype=torch.int32, device="meta")
+    split = plan_from_indptr(indptr, num_parts, kv_bound=100).split
+    assert split.work_info.shape == (rows + num_parts - 1, 8)
+    assert split.work_indptr.shape == (num_parts + 1,)
+    assert split.reduce_indptr.shape == (rows + 1,)
+    assert split.reduce_final_map.shape == (rows, 2)
+    assert split.reduce_partial_map.shape == (min(rows + num_parts - 1, 2 * (num_parts - 1)),)
+    assert split.num_partial_rows == split.reduce_partial_map.shape[0]
 
 
 @given(kv_lens=lengths.filter(bool), num_parts=st.integers(2, 40))
 @settings(max_examples=60, deadline=None)
 def test_the_fixed_shapes_of_a_device_hold_the_same_plan(kv_lens, num_parts):
     """What a device runs, run on the CPU: the arrays are equal as far as used, unused items are zero."""
-    fixed = _plan_split(indptr_of(kv_lens), num_parts, None)
+    fixed = split_rows(indptr_of(kv_lens), num_parts)
     plan = build_plan(kv_lens, num_parts)
     for name in ARRAYS:
-        used = getattr(plan, name)
+        used = getattr(plan.split, name)
         assert torch.equal(getattr(fixed, name)[: len(used)], used)
-    assert not fixed.work_info[len(plan.work_info) :].any()
-    validate_plan(fixed)
+    assert not fixed.work_info[len(plan.split.work_info) :].any()
+    validate_plan(replace(plan, split=fixed))
 
 
 def test_all_forms_of_lengths_give_the_same_plan():
@@ -85,14 +87,15 @@ def test_all_forms_of_lengths_give_the_same_plan():
         plan_from_indptr(indptr_of(kv_lens), 4),
         plan_from_indptr(indptr_of(kv_lens).long(), 4),
     ):
-        assert all(torch.equal(getattr(plan, name), getattr(same, name)) for name in (*ARRAYS, "kv_indptr"))
+        assert torch.equal(plan.kv_indptr, same.kv_indptr)
+        assert all(torch.equal(getattr(plan.split, name), getattr(same.split, name)) for name in ARRAYS)
 
 
 def test_no_rows():
     for num_parts in (1, 3):
         plan = build_plan([], num_parts)
         validate_plan(plan)
-        assert plan.work_indptr.tolist() == [0] * (num_parts + 1)
+        assert plan.split.work_indptr.tolist() == [0] * (num_parts + 1)
 
 
 def test_bad_arguments_are_refused():
@@ -100,8 +103,51 @@ def test_bad_arguments_are_refused():
         build_plan([3], 0)
     with pytest.raises(PlanError, match="-2 of row 1"):
         build_plan([3, -2], 1)
-    with pytest.raises(PlanError, match="kv_indptr of 3 rows for a plan of 2"):
-        build_plan([3, 2], 1).with_indices(torch.zeros(5), torch.zeros(4))
+    with pytest.raises(PlanError, match="needs kv_indices, or kv_bound"):
+        plan_from_indptr(torch.empty(3, dtype=torch.int32, device="meta"), 1)
+
+
+@pytest.mark.parametrize("lens", [[2**30] * 3, [2**31 - 1, 5], [2**31], [2**70]])
+@pytest.mark.parametrize("num_parts", [None, 1, 4])
+def test_more_tokens_than_pointers_can_count_are_refused(lens, num_parts):
+    with pytest.raises(PlanError, match="2147483647"):
+        build_plan(lens, num_parts)
+    if sum(lens) < 2**63:
+        indptr = torch.tensor([0, *lens]).cumsum(0)
+        with pytest.raises(PlanError, match="2147483647"):
+            plan_from_indptr(indptr, num_parts)
+
+
+@pytest.mark.parametrize(
+    "lens", [[3.0], [2, 1.5], [True], torch.tensor([3.7]), torch.tensor([True]), ["3"], [None]]
+)
+def test_lengths_that_are_no_integers_are_refused(lens):
+    with pytest.raises(PlanError, match="whole numbers"):
+        build_plan(lens, 2)
+
+
+@pytest.mark.parametrize("count", [0, 4, 6, 7, 9, 100])
+@pytest.mark.parametrize("num_parts", [None, 1, 4])
+def test_a_plan_takes_one_slot_for_each_of_its_tokens(count, num_parts):
+    """Fewer would be read past their end; another number belongs to other lengths."""
+    plan = build_plan([4, 4], num_parts, kv_indices=torch.arange(8))
+    with pytest.raises(PlanError, match=f"kv_indices of {count} entries for a plan of 8"):
+        plan.with_indices(torch.arange(count))
+    assert plan.with_indices(torch.arange(8) + 5).kv_indices[0] == 5
+
+
+@pytest.mark.parametrize("count", [0, 7])
+def test_a_plan_is_not_made_over_too_few_slots(count):
+    with pytest.raises(PlanError, match=f"kv_indices of {count} entries for a plan of 8"):
+        build_plan([4, 4], 1, kv_indices=torch.arange(count))
+
+
+def test_on_a_device_a_plan_takes_as_many_slots_as_its_maker_said():
+    """Only the device knows how many are used: there must be room for the most."""
+    plan = plan_from_indptr(torch.empty(3, dtype=torch.int32, device="meta"), 4, kv_bound=64)
+    assert plan.with_indices(torch.empty(80, device="meta")).kv_indices.shape == (80,)
+    with pytest.raises(PlanError, match="kv_indices of 63 entries for a plan of 64"):
+        plan.with_indices(torch.empty(63, device="meta"))
 
 
 def changed(tensor: torch.Tensor, index, value) -> torch.Tensor:
@@ -115,32 +161,43 @@ def sound_plan() -> SparseMLAPlan:
     return build_plan([5, 0, 4000], 4, kv_indices=torch.arange(4005))
 
 
+def with_split(plan: SparseMLAPlan, **arrays) -> SparseMLAPlan:
+    return replace(plan, split=replace(plan.split, **arrays))
+
+
 def drop_item(plan: SparseMLAPlan, item: int) -> SparseMLAPlan:
-    return replace(
+    split = plan.split
+    return with_split(
         plan,
-        work_info=torch.cat((plan.work_info[:item], plan.work_info[item + 1 :])),
-        work_indptr=plan.work_indptr - (plan.work_indptr > item).int(),
+        work_info=torch.cat((split.work_info[:item], split.work_info[item + 1 :])),
+        work_indptr=split.work_indptr - (split.work_indptr > item).int(),
     )
 
 
 def repeat_item(plan: SparseMLAPlan, item: int) -> SparseMLAPlan:
-    return replace(
+    split = plan.split
+    return with_split(
         plan,
-        work_info=torch.cat((plan.work_info[: item + 1], plan.work_info[item:])),
-        work_indptr=plan.work_indptr + (plan.work_indptr > item).int(),
+        work_info=torch.cat((split.work_info[: item + 1], split.work_info[item:])),
+        work_indptr=split.work_indptr + (split.work_indptr > item).int(),
     )
 
 
 def with_info(item: int, column: int, value: int):
-    return lambda plan: replace(plan, work_info=changed(plan.work_info, (item, column), value))
+    return with_array("work_info", (item, column), value)
 
 
 def with_array(name: str, index, value):
-    return lambda plan: replace(plan, **{name: changed(getattr(plan, name), index, value)})
+    def mutate(plan: SparseMLAPlan) -> SparseMLAPlan:
+        if name in ARRAYS:
+            return with_split(plan, **{name: changed(getattr(plan.split, name), index, value)})
+        return replace(plan, **{name: changed(getattr(plan, name), index, value)})
+
+    return mutate
 
 
 def swap_parts(plan: SparseMLAPlan) -> SparseMLAPlan:
-    return replace(plan, work_info=plan.work_info[[0, 1, 3, 2, 4, 5]])
+    return with_split(plan, work_info=plan.split.work_info[[0, 1, 3, 2, 4, 5]])
 
 
 MUTATIONS = {
@@ -161,12 +218,15 @@ MUTATIONS = {
     "merge of an unsplit row": (3, with_array("reduce_indptr", slice(1, 3), 1)),
     "merge writes another row": (3, with_array("reduce_final_map", 2, 1)),
     "merge reads another part": (3, with_array("reduce_partial_map", 1, 0)),
-    "merge map without a row": (3, lambda plan: replace(plan, reduce_final_map=plan.reduce_final_map[:2])),
+    "merge map without a row": (
+        3,
+        lambda plan: with_split(plan, reduce_final_map=plan.split.reduce_final_map[:2]),
+    ),
     "shared partial row": (
         3,
         lambda plan: with_array("reduce_partial_map", 1, 0)(with_info(3, 1, 0)(plan)),
     ),
-    "too few partial rows": (4, lambda plan: replace(plan, num_partial_rows=3)),
+    "too few partial rows": (4, lambda plan: with_split(plan, num_partial_rows=3)),
     "item past the rows": (4, with_info(5, 0, 3)),
     "q range past the rows": (4, with_info(5, 3, 4)),
     "negative row": (4, with_info(0, 0, -1)),
@@ -176,10 +236,14 @@ MUTATIONS = {
     "kv_indptr falls": (4, with_array("kv_indptr", 2, 4)),
     "kv_indptr starts late": (4, with_array("kv_indptr", 0, 1)),
     "work_indptr falls": (4, with_array("work_indptr", 1, 5)),
-    "work_indptr too short": (4, lambda plan: replace(plan, work_indptr=plan.work_indptr[:-1])),
-    "work_info too short": (4, lambda plan: replace(plan, work_info=plan.work_info[:-1])),
-    "reduce map too short": (4, lambda plan: replace(plan, reduce_partial_map=plan.reduce_partial_map[:-1])),
-    "kv_indices too short": (4, lambda plan: plan.with_indices(torch.arange(4004))),
+    "work_indptr too short": (4, lambda plan: with_split(plan, work_indptr=plan.split.work_indptr[:-1])),
+    "work_info too short": (4, lambda plan: with_split(plan, work_info=plan.split.work_info[:-1])),
+    "reduce map too short": (
+        4,
+        lambda plan: with_split(plan, reduce_partial_map=plan.split.reduce_partial_map[:-1]),
+    ),
+    "kv_indices too short": (4, lambda plan: replace(plan, kv_indices=torch.arange(4004))),
+    "more KV than said": (4, lambda plan: replace(plan, kv_bound=4004)),
     "hole in kv_indices": (4, with_array("kv_indices", 7, -1)),
     "slot past the cache": (4, with_array("kv_indices", 7, 5000)),
     "empty row twice": (5, lambda plan: repeat_item(plan, 1)),
@@ -189,7 +253,7 @@ MUTATIONS = {
 
 def test_a_sound_plan_validates():
     validate_plan(sound_plan(), num_slots=5000)
-    validate_plan(sound_plan().with_indices(torch.arange(9000)), num_slots=5000)
+    validate_plan(replace(sound_plan(), kv_indices=torch.arange(9000)), num_slots=5000)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -202,8 +266,8 @@ def test_a_broken_invariant_is_refused_by_its_number(name):
 def test_rows_may_be_spread_over_workers_in_another_order():
     """Another device may place whole rows differently: the invariants bind only the order inside a row."""
     plan = build_plan([32, 17, 32, 20], 4)
-    assert plan.work_indptr.tolist() == [0, 1, 2, 3, 4]
-    validate_plan(replace(plan, work_info=plan.work_info.flip(0)))
+    assert plan.split.work_indptr.tolist() == [0, 1, 2, 3, 4]
+    validate_plan(with_split(plan, work_info=plan.split.work_info.flip(0)))
 
 
 def selection(kv_lens: list[int], first_slot: int = 0) -> Selection:
@@ -213,39 +277,30 @@ def selection(kv_lens: list[int], first_slot: int = 0) -> Selection:
 
 @pytest.mark.parametrize("num_parts", [1, 4])
 def test_equal_lengths_share_the_split_and_keep_their_own_indices(num_parts):
-    planner = StepPlanner(num_parts, reuse_split=True)
     first, second = selection([5, 0, 700]), selection([5, 0, 700], first_slot=100)
-    plan, again = planner.plan(first), planner.plan(second)
-    assert again.work_info is plan.work_info
+    plan = plan_selection(first, num_parts)
+    again = plan_selection(second, num_parts, like=plan)
+    assert again.split is plan.split
     assert again.kv_indices is second.kv_indices
     assert plan.kv_indices is first.kv_indices
 
 
-@pytest.mark.parametrize("reuse_split", [True, False])
-def test_every_selection_gets_a_plan_of_its_own_lengths(reuse_split):
-    planner = StepPlanner(4, reuse_split=reuse_split)
+def test_every_selection_gets_a_plan_of_its_own_lengths():
+    plan = None
     for kv_lens in ([5, 0, 700], [5, 0, 699], [64, 64], [5, 0, 700], [5, 0, 700]):
         chosen = selection(kv_lens)
-        plan, expected = planner.plan(chosen), build_plan(kv_lens, 4)
-        assert all(torch.equal(getattr(plan, name), getattr(expected, name)) for name in ARRAYS)
+        plan, expected = plan_selection(chosen, 4, like=plan), build_plan(kv_lens, 4)
+        assert all(torch.equal(getattr(plan.split, name), getattr(expected.split, name)) for name in ARRAYS)
         assert plan.kv_indices is chosen.kv_indices
         validate_plan(plan)
 
 
-def test_layers_that_share_a_selection_share_the_plan():
-    planner = StepPlanner(4, reuse_split=False)
-    chosen = selection([5, 0, 700])
-    assert planner.plan(chosen) is planner.plan(chosen)
-    assert planner.plan(selection([5, 0, 700])) is not planner.plan(chosen)
-
-
 def test_lengths_on_a_device_are_not_compared():
-    planner = StepPlanner(4, reuse_split=True)
     kv_indptr = torch.empty(4, dtype=torch.int32, device="meta")
     first, second = (
         Selection(kv_indptr=kv_indptr, kv_indices=torch.empty(9, device="meta")) for _ in range(2)
     )
     other = Selection(kv_indptr=kv_indptr.clone(), kv_indices=torch.empty(9, device="meta"))
-    plan = planner.plan(first)
-    assert planner.plan(second).work_info is plan.work_info
-    assert planner.plan(other).work_info is not plan.work_info
+    plan = plan_selection(first, 4)
+    assert plan_selection(second, 4, like=plan).split is plan.split
+    assert plan_selection(other, 4, like=plan).split is not plan.split

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_integration import selection as selection_module
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_formats import StoredVectors
-from kernels_integration.rows import RowBatch, RowGroup
-from kernels_integration.selection import Selection, select_topk, select_visible
+from kernels_integration.reference import selection as selection_module
+from kernels_integration.reference.selection import select_topk, select_visible
+from kernels_integration.rows import RowBatch, RowGroup, Selection
 
 BLOCK_SIZE = 4
 HEADS = 2

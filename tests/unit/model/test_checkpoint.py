@@ -14,6 +14,7 @@ from actors.model.weights import WeightReader
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
+from kernels_integration.reference.backend import TorchBackend
 from tests.support.model_ranks import run_ranks
 from tests.support.random_checkpoint import BASE_CONFIG, write_random_checkpoint
 
@@ -29,7 +30,15 @@ def path(tmp_path):
 
 def load(path, *, num_mtp_layers=1, tp=SOLO, dcp=SOLO_DCP):
     config = ModelConfig.from_pretrained(path)
-    return load_model(config, path, dtype=torch.float32, tp=tp, dcp=dcp, num_mtp_layers=num_mtp_layers)
+    return load_model(
+        config,
+        path,
+        dtype=torch.float32,
+        backend=TorchBackend(),
+        tp=tp,
+        dcp=dcp,
+        num_mtp_layers=num_mtp_layers,
+    )
 
 
 def change(path, edit):

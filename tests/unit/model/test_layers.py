@@ -5,22 +5,17 @@ import math
 import pytest
 import torch
 
-from actors.model import linear
 from actors.model.checkpoint import Checkpoint
 from actors.model.config import ModelConfig
 from actors.model.config_fields import FieldReader
-from actors.model.layers import (
-    halves_to_pairs,
-    layer_norm,
-    rms_norm,
-    rotary_frequencies,
-    rotary_table,
-    rotate_pairs,
-)
-from actors.model.linear import Linear
 from actors.model.moe import MixtureOfExperts
 from actors.model.rope_config import read_rope
+from actors.model.rotary import halves_to_pairs, rotary_frequencies
 from actors.model.weights import WeightReader
+from kernels_integration.reference import linear
+from kernels_integration.reference.backend import TorchBackend
+from kernels_integration.reference.layers import layer_norm, rms_norm, rotary_table, rotate_pairs
+from kernels_integration.reference.linear import MatrixProduct
 from tests.support.random_checkpoint import write_random_checkpoint
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -37,7 +32,7 @@ def test_linear(rows, shape, dtype):
     """Both sides of the threshold; inputs that are columns of a wider tensor, as the layers pass them."""
     weight = randn(*shape, dtype=dtype)
     x = randn(rows, shape[1] + 8, dtype=dtype)[:, : shape[1]]
-    product = Linear(weight)(x)
+    product = MatrixProduct(weight)(x)
     assert product.dtype is dtype
     exact = x.double() @ weight.double().t()
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 0.5}[dtype]
@@ -46,9 +41,9 @@ def test_linear(rows, shape, dtype):
 
 def test_linear_takes_both_libraries(monkeypatch):
     weight, x = randn(384, 256), randn(64, 256)
-    large = Linear(weight)(x)
+    large = MatrixProduct(weight)(x)
     monkeypatch.setattr(linear, "ONEDNN_MIN_PRODUCTS", 1 << 60)
-    small = Linear(weight)(x)
+    small = MatrixProduct(weight)(x)
     assert torch.allclose(large, small, rtol=0, atol=1e-4)
 
 
@@ -173,6 +168,7 @@ def test_mixture_of_experts(tmp_path, rows):
                 WeightReader(
                     checkpoint=checkpoint, dtype=torch.float64, rank=r, size=2, prefix="model.layers.1.mlp."
                 ),
+                TorchBackend(torch.float64),
             )(x)
             for r in range(2)
         ]

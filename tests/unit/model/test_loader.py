@@ -21,6 +21,7 @@ from kernels_integration.collectives import SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
+from kernels_integration.reference.backend import TorchBackend
 from tests.support.model_ranks import run_ranks
 from tests.support.random_checkpoint import BASE_CONFIG, write_random_checkpoint
 
@@ -37,7 +38,13 @@ def path(tmp_path):
 
 def load(path, **keywords):
     config = ModelConfig.from_pretrained(path)
-    options = {"dtype": torch.float32, "tp": SOLO, "dcp": SOLO_DCP, "num_mtp_layers": 1}
+    options = {
+        "dtype": torch.float32,
+        "backend": TorchBackend(),
+        "tp": SOLO,
+        "dcp": SOLO_DCP,
+        "num_mtp_layers": 1,
+    }
     return load_model(config, path, **{**options, **keywords})
 
 
@@ -364,12 +371,12 @@ def test_bytes_are_foreseen(path, size, fp8):
 
 
 def load_and_count(config, path, tp, dcp):
-    options = {"dtype": torch.bfloat16, "tp": tp, "dcp": dcp, "num_mtp_layers": 1}
+    options = {"dtype": torch.bfloat16, "backend": TorchBackend(), "tp": tp, "dcp": dcp, "num_mtp_layers": 1}
     progress = LoadProgress()
     model = load_model(config, path, **options, progress=progress)
     with Checkpoint(path, config.weight_block_size) as checkpoint:
         foreseen = measure_shard(config, checkpoint.tensors, **options)
-    return progress, foreseen, sum(t.nbytes for t in distinct_storages(model))
+    return progress, foreseen, sum(t.untyped_storage().nbytes() for t in distinct_storages(model))
 
 
 def distinct_storages(model):

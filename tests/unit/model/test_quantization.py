@@ -18,6 +18,7 @@ from actors.model.weights import WeightReader
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
+from kernels_integration.reference.backend import TorchBackend
 from tests.support.fp8_weights import QUANTIZATION, make_fp8, quantize, reference
 from tests.support.model_ranks import run_ranks
 from tests.support.random_checkpoint import BASE_CONFIG, write_random_checkpoint
@@ -112,7 +113,9 @@ def test_model_equals_the_one_of_dequantised_weights(tmp_path):
 
     def weights(path, tp, dcp):
         config = ModelConfig.from_pretrained(path)
-        model = load_model(config, path, dtype=torch.float32, tp=tp, dcp=dcp, num_mtp_layers=1)
+        model = load_model(
+            config, path, dtype=torch.float32, backend=TorchBackend(), tp=tp, dcp=dcp, num_mtp_layers=1
+        )
         return list(tensors_of(model))
 
     for size in (1, 2):
@@ -129,7 +132,9 @@ def tensors_of(value):
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_of(item)
-    elif type(value).__module__.startswith("actors.model") and not isinstance(value, ModelConfig):
+    elif type(value).__module__.startswith(
+        ("actors.model", "kernels_integration.reference")
+    ) and not isinstance(value, ModelConfig):
         names = getattr(type(value), "__slots__", None) or vars(value)
         for name in sorted(names):
             yield from tensors_of(getattr(value, name))
@@ -138,7 +143,15 @@ def tensors_of(value):
 def refusal(path):
     config = ModelConfig.from_pretrained(path)
     with pytest.raises(CheckpointError) as info:
-        load_model(config, path, dtype=torch.float32, tp=SOLO, dcp=DcpGroup(1, SOLO), num_mtp_layers=1)
+        load_model(
+            config,
+            path,
+            dtype=torch.float32,
+            backend=TorchBackend(),
+            tp=SOLO,
+            dcp=DcpGroup(1, SOLO),
+            num_mtp_layers=1,
+        )
     return str(info.value)
 
 

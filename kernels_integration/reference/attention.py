@@ -14,6 +14,7 @@ from kernels_integration.dcp import merge_partials
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import SparseMLAPlan
+from kernels_integration.plan_check import check_fit
 
 _TILE_BYTES = 1 << 20
 """Gathered KV of a tile of rows: stays in a core's cache between the two products."""
@@ -33,7 +34,7 @@ def run(
 
     Errors: PlanError, before anything is written, when the plan does not fit the tensors.
     """
-    kv_indices = _check_fit(plan, q, kv, o, lse)
+    kv_indices = check_fit(plan, q, kv, o, lse)
     indptr = plan.kv_indptr.tolist()
     row_bytes = kv.dim * lse.dtype.itemsize
     for first, end, longest in _row_tiles(indptr, max(1, _TILE_BYTES // row_bytes)):
@@ -112,12 +113,14 @@ def run_work_items(
     plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
 ) -> None:
     """`run` as a persistent kernel does it: worker by worker, item by item, then the merge of split rows."""
-    kv_indices = _check_fit(plan, q, kv, o, lse)
-    C = o.shape[2]
-    partial_o = lse.new_full((plan.num_partial_rows, *o.shape[1:]), float("nan"))
-    partial_lse = lse.new_full((plan.num_partial_rows, lse.shape[1]), float("nan"))
-    work_indptr, work_info = plan.work_indptr.tolist(), plan.work_info.tolist()
-    for worker in range(plan.num_parts):
+    kv_indices = check_fit(plan, q, kv, o, lse)
+    split, C = plan.split, o.shape[2]
+    if split is None:
+        raise PlanError("the plan has no work items; build it for a number of parts")
+    partial_o = lse.new_full((split.num_partial_rows, *o.shape[1:]), float("nan"))
+    partial_lse = lse.new_full((split.num_partial_rows, lse.shape[1]), float("nan"))
+    work_indptr, work_info = split.work_indptr.tolist(), split.work_info.tolist()
+    for worker in range(split.num_parts):
         for item in work_info[work_indptr[worker] : work_indptr[worker + 1]]:
             _, partial, q_start, q_end, kv_start, kv_end, _, _ = item
             item_kv = kv.gather(kv_indices[kv_start:kv_end], lse.dtype)
@@ -128,9 +131,9 @@ def run_work_items(
             else:
                 partial_o[partial : partial + q_end - q_start] = item_o
                 partial_lse[partial : partial + q_end - q_start] = item_lse
-    reduce_indptr, final_map = plan.reduce_indptr.tolist(), plan.reduce_final_map.tolist()
+    reduce_indptr, final_map = split.reduce_indptr.tolist(), split.reduce_final_map.tolist()
     for tile, (q_start, q_end) in enumerate(final_map):
-        first_rows = plan.reduce_partial_map[reduce_indptr[tile] : reduce_indptr[tile + 1]].long()
+        first_rows = split.reduce_partial_map[reduce_indptr[tile] : reduce_indptr[tile + 1]].long()
         if first_rows.numel() == 0:
             continue
         parts = first_rows.unsqueeze(1) + torch.arange(q_end - q_start, device=q.device)
@@ -145,28 +148,3 @@ def _attend(q: Tensor, kv: Tensor, C: int, sm_scale: float) -> tuple[Tensor, Ten
     scores = q @ kv.T * sm_scale
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp() @ kv[:, :C], lse
-
-
-def _check_fit(plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor) -> Tensor:
-    """The plan's indices, if the plan fits the tensors. Compares host integers only."""
-    if plan.kv_indices is None:
-        raise PlanError("the plan is a split without kv_indices; give it the layer's with with_indices()")
-    if not plan.rows <= q.shape[0] == o.shape[0] == lse.shape[0]:
-        raise PlanError(
-            f"plan of {plan.rows} rows for q of {q.shape[0]}, o of {o.shape[0]} and lse of {lse.shape[0]}: "
-            "rows(plan) <= rows(q) == rows(o) == rows(lse); plan over real rows only"
-        )
-    if q.shape[1] != o.shape[1] or q.shape[1] != lse.shape[1]:
-        raise PlanError(
-            f"q of {q.shape[1]} heads with o of {o.shape[1]} and lse of {lse.shape[1]}: "
-            "give all three the same heads"
-        )
-    if q.shape[2] != kv.dim or o.shape[2] > kv.dim:
-        raise PlanError(
-            f"q of width {q.shape[2]}, kv of {kv.dim} and o of {o.shape[2]}: "
-            "q and kv hold C + R entries per token, o the first C"
-        )
-    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if lse.dtype != accumulate:
-        raise PlanError(f"lse of {lse.dtype} for q of {q.dtype}: lse must be {accumulate}")
-    return plan.kv_indices

@@ -12,25 +12,12 @@ from torch import Tensor
 
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_formats import StoredVectors
-from kernels_integration.rows import RowBatch, RowGroup
+from kernels_integration.rows import RowBatch, RowGroup, Selection
 
 _NO_POSITION = torch.iinfo(torch.int32).max
 # Bytes of one tile's scores per head. On two CPUs tried, 1 to 4 MiB is best and 32 MiB is 1.3 times slower.
 _CPU_TILE_BYTES = 2 << 20
 _DEVICE_TILE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Selection:
-    """Row t attends to the slots kv_indices[kv_indptr[t]:kv_indptr[t + 1]] of this rank's cache.
-
-    Per row ascending by position, no holes.
-    """
-
-    kv_indptr: Tensor
-    """[T + 1] int32, cumulative."""
-    kv_indices: Tensor
-    """[n] int64 local slots (gathering by int32 is no faster on a CPU, and the row groups hold int64)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
