@@ -54,6 +54,10 @@ class GroupConfig:
     max_logprobs: int = 20
     """Alternatives that a request may ask for beside each token; -1: the whole vocabulary."""
     seed: int = 0
+    heartbeat_timeout_s: float = 60.0
+    """A shard that is connected and silent for so long is lost all the same."""
+    step_timeout_s: float = 10.0
+    """While a step runs longer the group is not healthy."""
     trace: bool = False
     """Record where the time of steps goes, on the coordinator and on every shard."""
 

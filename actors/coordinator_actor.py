@@ -11,6 +11,7 @@ from actors.coordinator.coordinator import Coordinator
 from actors.coordinator_loop import CoordinatorLoop
 from actors.model_location import to_local
 from actors.transport import request_channel, step_channel
+from kernels_integration.errors import ProtocolError
 from kernels_integration.spans import Span, Spans
 
 
@@ -27,11 +28,18 @@ class CoordinatorActor(ActorProcess):
         config = to_local(config)
         tokenizer_file = Path(config.model_path) / "tokenizer.json"
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
-        shards = step_channel.CoordinatorEnd(config.tensor_parallel_size, bind=f"tcp://{host}:*", epoch=epoch)
+        shards = step_channel.CoordinatorEnd(config.tensor_parallel_size, host=host, epoch=epoch)
         clients = request_channel.CoordinatorEnd(bind=f"tcp://{host}:*")
         self._spans = Spans(is_on=config.trace)
         coordinator = Coordinator(config, tokenizer=tokenizer, spans=self._spans)
-        self._loop = CoordinatorLoop(coordinator, shards, clients, spans=self._spans)
+        self._loop = CoordinatorLoop(
+            coordinator,
+            shards,
+            clients,
+            silence_s=config.heartbeat_timeout_s,
+            stall_s=config.step_timeout_s,
+            spans=self._spans,
+        )
         return shards.address, clients.address
 
     def run(self) -> None:
@@ -59,5 +67,6 @@ class CoordinatorActor(ActorProcess):
 
     @property
     def _opened(self) -> CoordinatorLoop:
-        assert self._loop is not None, "open first"
+        if self._loop is None:
+            raise ProtocolError("the coordinator was asked to work before it was opened; call open first")
         return self._loop

@@ -15,21 +15,27 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import zmq
 
+from actors.coordinator.group_state import Diagnosis, Evidence, GroupState, Phase, Symptom
 from actors.messages import StepInput, StepOutput
 from actors.request_desk import RequestDesk, RequestPolicy
 from actors.stats import GroupStats
 from actors.transport import request_channel, step_channel
 from actors.transport.request_channel import GroupBeat
-from actors.transport.step_channel import ShardFailure
-from kernels_integration.errors import LatentrayError, UnavailableError
+from actors.transport.step_channel import ShardFailure, ShardGone
+from kernels_integration.errors import CollectiveError, LatentrayError, ProtocolError, UnavailableError
 from kernels_integration.spans import Spans
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 """Beats are sent and silent peers are looked for this often."""
+SILENCE_WARNING_S = 3.0
+"""A shard that is not heard for so long is worth a line in the log."""
+SETTLE_S = 0.3
+"""Where several shards fail at once: how long the better account of the cause may take."""
 
 
 class StepPolicy(RequestPolicy, Protocol):
@@ -38,9 +44,16 @@ class StepPolicy(RequestPolicy, Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def step_age_s(self) -> float: ...
+
     def schedule(self) -> StepInput | None: ...
 
     def process(self, output: StepOutput) -> None: ...
+
+    def restart(self, epoch: int) -> None: ...
+
+    def fail_all(self, error: LatentrayError) -> None: ...
 
     def stats(self) -> GroupStats: ...
 
@@ -49,6 +62,9 @@ class CoordinatorLoop:
     """Drives one group until `stop`. A group that failed answers every request with UNAVAILABLE.
 
     `stop`, `shard_lost` and `wait_failed` may be called from any thread; `run` is called once.
+    silence_s: a shard that is connected and was not heard for so long is lost all the same. stall_s: a step
+    that takes longer makes the group unhealthy until it has reported. max_restarts: how often the
+    group may wait for new shards, which somebody else starts; the streams go on with them.
     """
 
     def __init__(
@@ -57,6 +73,9 @@ class CoordinatorLoop:
         shards: step_channel.CoordinatorEnd,
         clients: request_channel.CoordinatorEnd,
         *,
+        silence_s: float = 60.0,
+        stall_s: float = 10.0,
+        max_restarts: int = 0,
         tick_s: float = TICK_S,
         clock: Callable[[], float] = time.monotonic,
         spans: Spans | None = None,
@@ -64,38 +83,42 @@ class CoordinatorLoop:
         self._coordinator = coordinator
         self._shards = shards
         self._clients = clients
+        self._silence_s = silence_s
+        self._stall_s = stall_s
         self._tick_s = tick_s
         self._clock = clock
         self._spans = spans or Spans(is_on=False)
         self._desk = RequestDesk(coordinator, clients)
-        self._steps_in_flight: set[int] = set()
-        self._failure: LatentrayError | None = None
+        self._state = GroupState(num_shards=shards.num_shards, epoch=shards.epoch, restarts_left=max_restarts)
+        self._diagnosis = Diagnosis(settle_s=SETTLE_S, clock=clock)
+        self._warned: set[int] = set()
+        """Silent shards that the log names already."""
         self._ended = threading.Event()
         self._was_healthy = False
         self._next_tick_s = clock()
-        self._stopping = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._poller = zmq.Poller()
-        for source in (shards.socket, clients.socket, self._wake_reader):
+        for source in (shards.socket, shards.lifelines, clients.socket, self._wake_reader):
             self._poller.register(source, zmq.POLLIN)
 
     def run(self) -> None:
         """Work until `stop`; then end live requests, let the shards go and close the channels."""
         try:
-            while not self._stopping:
+            while self._state.phase is not Phase.STOPPING:
                 try:
                     self._turn()
                 except Exception as error:
-                    if self._failure is not None:
+                    if self._state.is_over:
                         raise
                     logger.exception("the coordinator failed")
-                    self._fail(LatentrayError(f"the coordinator failed: {type(error).__name__}: {error}"))
+                    code = error.code if isinstance(error, LatentrayError) else LatentrayError.code
+                    self._fail(f"the coordinator failed: {type(error).__name__}: {error}", code)
         finally:
-            self._stopping = True
-            self._desk.fail(UnavailableError("the group is stopping"))
+            self._state = self._state.stopping()
+            self._desk.fail(UnavailableError(self._state.message))
             self._beat()
             self._shards.stop_shards()
             self._shards.close()
@@ -108,32 +131,38 @@ class CoordinatorLoop:
 
     def shard_lost(self, rank: int, text: str) -> None:
         """The supervisor saw the shard's process end."""
-        self._command(lambda: self._lose(rank, text))
+        self._command(lambda: self._suspect(Evidence.PROCESS, rank, f"is lost: {text}"))
 
     def wait_failed(self, timeout_s: float | None = None) -> str | None:
         """Wait until the group has failed and say why; None when it was stopped, or after timeout_s."""
         self._ended.wait(timeout_s)
-        return None if self._failure is None else str(self._failure)
+        return self._state.message if self._state.phase is Phase.FAILED else None
 
     @property
     def num_ready_shards(self) -> int:
         return self._shards.num_ready
 
     def _turn(self) -> None:
-        wait_s = max(0.0, self._next_tick_s - self._clock())
         with self._spans("idle"):
-            ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
+            ready = dict(self._poller.poll(math.ceil(self._wait_s() * 1000)))
         if self._wake_reader.fileno() in ready:
             self._take_commands()
-        if self._shards.socket in ready:
+        if self._shards.socket in ready or self._shards.lifelines.fileno() in ready:
             self._take_reports()
         if self._clients.socket in ready:
             self._desk.receive(self._group_beat(), self._refusal)
+        self._settle()
         self._schedule()
         with self._spans("updates"):
             self._desk.send_updates()
         if self._clock() >= self._next_tick_s or self._is_healthy != self._was_healthy:
             self._tick()
+
+    def _wait_s(self) -> float:
+        until_s = self._next_tick_s
+        if self._diagnosis.is_open and not self._state.is_over:
+            until_s = min(until_s, self._diagnosis.settles_at_s)
+        return max(0.0, until_s - self._clock())
 
     def _take_commands(self) -> None:
         self._wake_reader.recv(4096)
@@ -142,33 +171,48 @@ class CoordinatorLoop:
 
     def _take_reports(self) -> None:
         for message in self._shards.receive():
-            if isinstance(message, ShardFailure):
-                self._give_up(f"shard {message.rank} failed: {message.text} [{message.code}]")
-            elif self._failure is None and message.step in self._steps_in_flight:
-                self._steps_in_flight.remove(message.step)
-                self._coordinator.process(message)
-                self._schedule()
+            if isinstance(message, ShardGone):
+                self._suspect(Evidence.CONNECTION, message.rank, "is lost: its connection was closed")
+            elif isinstance(message, ShardFailure):
+                is_symptom = message.code == CollectiveError.code
+                evidence = Evidence.PEERS if is_symptom else Evidence.WORDS
+                self._suspect(evidence, message.rank, f"failed: {message.text} [{message.code}]")
+            elif self._state.is_serving:
+                self._process(message)
+        for rank in self._shards.ready_ranks - self._state.ready:
+            self._state = self._state.shard_ready(rank, self._shards.epoch)
+
+    def _process(self, output: StepOutput) -> None:
+        try:
+            self._coordinator.process(output)
+        except ProtocolError as error:  # the coordinator has taken nothing of it
+            self._shards.malformed(str(error))
+        else:
+            self._schedule()
 
     @property
     def _refusal(self) -> LatentrayError | None:
         """Why no request is taken now; None when they are."""
-        if self._failure is None and not self._shards.is_ready:
-            return UnavailableError(self._state)
-        return self._failure
+        return None if self._state.is_serving else _error_of(self._state)
 
     def _schedule(self) -> None:
         """Send steps until the coordinator wants a report first."""
-        if self._failure is not None or not self._shards.is_ready:
+        if not self._state.is_serving or self._diagnosis.is_open:
             return
         while self._coordinator.has_work and (step := self._coordinator.schedule()) is not None:
-            self._steps_in_flight.add(step.step)
             with self._spans("send", step.step):
                 self._shards.send(step)
 
     def _tick(self) -> None:
         self._next_tick_s = self._clock() + self._tick_s
-        for rank in self._shards.silent():
-            self._lose(rank, "it has sent no heartbeat")
+        self._shards.tick()
+        for rank in self._shards.silent(self._silence_s):
+            text = f"is lost: it was not heard for {self._silence_s:g} s (heartbeat timeout)"
+            self._suspect(Evidence.SILENCE, rank, text)
+        silent = set(self._shards.silent(SILENCE_WARNING_S))
+        for rank in silent - self._warned:
+            logger.warning("%s has not been heard for %g s", self._shards.name_of(rank), SILENCE_WARNING_S)
+        self._warned = silent
         self._desk.drop_silent()
         self._beat()
 
@@ -177,41 +221,91 @@ class CoordinatorLoop:
         self._desk.beat(self._group_beat())
 
     def _group_beat(self) -> GroupBeat:
-        return GroupBeat(healthy=self._is_healthy, message=self._state, stats=self._coordinator.stats())
+        stats = msgspec.structs.replace(
+            self._coordinator.stats(),
+            step_age_s=self._coordinator.step_age_s,
+            num_dropped_messages=self._shards.num_malformed,
+        )
+        return GroupBeat(
+            healthy=self._is_healthy,
+            message=self._message,
+            stats=stats,
+            phase=str(self._state.phase),
+            epoch=self._state.epoch,
+        )
 
     @property
     def _is_healthy(self) -> bool:
-        return self._failure is None and self._shards.is_ready and not self._stopping
+        return self._state.is_serving and not self._diagnosis.is_open and not self._is_stalled
 
     @property
-    def _state(self) -> str:
-        if self._failure is not None:
-            return str(self._failure)
-        if self._stopping:
-            return "the group is stopping"
-        if not self._shards.is_ready:
-            return f"{self._shards.num_ready} of {self._shards.num_shards} shards are ready"
-        return "ready"
+    def _is_stalled(self) -> bool:
+        return self._coordinator.step_age_s > self._stall_s
 
-    def _lose(self, rank: int, text: str) -> None:
-        self._give_up(f"shard {rank} is lost: {text}")
+    @property
+    def _message(self) -> str:
+        cause = self._diagnosis.cause
+        if self._state.is_serving and cause is not None:
+            return cause.text
+        if self._state.is_serving and self._is_stalled:
+            return (
+                f"the running step has taken {self._coordinator.step_age_s:.0f} s, longer than the step "
+                f"timeout of {self._stall_s:g} s; a shard is stopped, starved or hangs"
+            )
+        return self._state.message
 
-    def _give_up(self, cause: str) -> None:
-        if self._failure is None:  # the first cause; the other shards then fail in their collectives
-            logger.error(cause)
-            self._fail(UnavailableError(cause))
+    def _suspect(self, evidence: Evidence, rank: int, text: str) -> None:
+        """A sign that a shard is lost. The account of a loss that is known gets better by it."""
+        if self._state.phase is Phase.STOPPING:
+            return
+        text = f"{self._shards.name_of(rank)} {text}"
+        if self._diagnosis.add(Symptom(evidence, rank, text)):
+            logger.error(text)
+            if self._state.phase is Phase.FAILED:
+                self._state = self._state.corrected(text)
+                self._beat()
 
-    def _fail(self, error: LatentrayError) -> None:
-        self._failure = error
+    def _settle(self) -> None:
+        """Draw the consequence of a loss once its cause is as clear as it will get."""
+        cause = self._diagnosis.cause
+        if cause is None or self._state.is_over or self._clock() < self._diagnosis.settles_at_s:
+            return
+        before = self._state
+        self._state = before.shards_lost(cause.text, before.epoch)
+        if self._state.phase is Phase.FAILED:
+            self._end()
+        else:
+            self._diagnosis.clear()
+            self._shards.begin_epoch(self._state.epoch)
+            self._coordinator.restart(self._state.epoch)
+            self._beat()
+
+    def _fail(self, cause: str, code: str) -> None:
+        self._state = self._state.failed(cause, code)
+        self._end()
+
+    def _end(self) -> None:
+        """The group has failed: tell everybody."""
+        error = _error_of(self._state)
         self._desk.fail(error)
+        try:
+            self._coordinator.fail_all(error)  # it counts them as running until then
+        except Exception:
+            logger.exception("the coordinator cannot end its requests")
         self._beat()
         self._ended.set()
 
     def _take_stop(self) -> None:
-        self._stopping = True
+        self._state = self._state.stopping()
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
         # A full pipe means that the loop is awake already, a closed one that it has ended.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
+
+
+def _error_of(state: GroupState) -> LatentrayError:
+    """What requests are answered with in a state that serves none."""
+    error = UnavailableError if state.code == UnavailableError.code else LatentrayError
+    return error(state.message)

@@ -173,6 +173,8 @@ def encode_arrays(value: object) -> msgspec.msgpack.Ext:
 
 def decode_arrays(code: int, data: memoryview) -> NDArray[Any]:
     """msgspec hook: the inverse of encode_arrays (read-only view of the message)."""
+    if code not in _EXT_DTYPES:
+        raise ValueError(f"arrays of kind {code} are unknown")
     return np.frombuffer(data, _EXT_DTYPES[code])
 
 

@@ -10,6 +10,7 @@ from actors.actor_process import ActorProcess
 from actors.model.load_progress import LoadProgress, LoadState
 from actors.model_location import to_local
 from actors.shard_spec import ShardSpec
+from kernels_integration.errors import ProtocolError
 
 if TYPE_CHECKING:
     from actors.shard_loop import ShardLoop
@@ -50,5 +51,6 @@ class ShardActor(ActorProcess):
 
     def run(self) -> None:
         """Run steps until the coordinator ends the loop. Raises what ended it otherwise."""
-        assert self._loop is not None, "load before run"
+        if self._loop is None:
+            raise ProtocolError("the shard was asked to run before it has loaded; call load first")
         self._loop.run()

@@ -13,7 +13,7 @@ from actors.shard_spec import ShardSpec
 from actors.transport.collectives import join_collectives
 from actors.transport.step_channel import ShardEnd
 from kernels_integration.collectives import Collectives
-from kernels_integration.errors import LatentrayError
+from kernels_integration.errors import LatentrayError, ProtocolError
 from kernels_integration.spans import Span, Spans
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class ShardLoop:
     def __init__(self, spec: ShardSpec, build: BuildShard) -> None:
         self._spec = spec
         self._build = build
-        self._end = ShardEnd(spec.step_address, spec.tp_rank, epoch=spec.epoch)
+        self._end = ShardEnd(spec.step_address, spec.tp_rank, epoch=spec.epoch, node=spec.node_ip)
         self._collectives: list[Collectives] = []
         self._shard: StepRunner | None = None
         self._spans = Spans(is_on=spec.config.trace)
@@ -63,7 +63,8 @@ class ShardLoop:
 
     def run(self) -> None:
         """Run steps until the coordinator ends the loop; then leave the other ranks."""
-        assert self._shard is not None, "load before run"
+        if self._shard is None:
+            raise ProtocolError("the shard was asked to run before it has loaded; call load first")
         with self._telling_coordinator():
             while (step := self._end.receive()) is not None:
                 with self._spans("step", step.step):

@@ -52,6 +52,10 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     """Time from a step's choice to its report."""
     process_s: float = 0.0
     """Time spent on reports."""
+    step_age_s: float = 0.0
+    """How long the oldest step in flight runs; 0 without one."""
+    num_dropped_messages: int = 0
+    """Messages on the step channel that could not be read, or answered nothing."""
 
     @property
     def tokens_per_verify(self) -> float:

@@ -35,6 +35,7 @@ OUTCOMES: dict[str, Outcome] = {
     "deadline_exceeded": Outcome("DEADLINE_EXCEEDED", 504, EXIT_UNAVAILABLE),
     "collective_failed": Outcome("UNAVAILABLE", 503, EXIT_UNAVAILABLE),
     "invalid_plan": Outcome("INTERNAL", 500, EXIT_INTERNAL),
+    "protocol": Outcome("INTERNAL", 500, EXIT_INTERNAL),
     "internal": Outcome("INTERNAL", 500, EXIT_INTERNAL),
 }
 

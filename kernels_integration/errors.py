@@ -98,3 +98,9 @@ class CollectiveError(LatentrayError):
     """A collective that could not complete: a peer is gone or too late."""
 
     code = "collective_failed"
+
+
+class ProtocolError(LatentrayError):
+    """Two processes of a group disagree about what one of them has sent: a message that cannot be true."""
+
+    code = "protocol"

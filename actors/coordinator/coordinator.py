@@ -1,16 +1,12 @@
 """The coordinator: requests in, one message per step out, one report per step back, updates out."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from actors.acceptance import count_emitted, standard_tokens
+from actors.acceptance import count_emitted
 from actors.config import GroupConfig
 from actors.coordinator.acceptance_counters import AcceptanceCounters
 from actors.coordinator.blocks import BlockManager
@@ -18,35 +14,19 @@ from actors.coordinator.draft_policy import DraftPolicy, StepResult, draft_polic
 from actors.coordinator.drew_nothing import drew_nothing
 from actors.coordinator.logprobs import LogprobRows
 from actors.coordinator.prefix_cache import PrefixCache
+from actors.coordinator.request_limit import checked_limit
 from actors.coordinator.request_state import NEVER, RequestState
-from actors.coordinator.schedule import Schedule, ScheduledRows
+from actors.coordinator.schedule import ScheduledRows
 from actors.coordinator.scheduler import Scheduler
 from actors.coordinator.step_message import build_step_input
+from actors.coordinator.steps_in_flight import STEPS_IN_FLIGHT, StepInFlight, StepsInFlight, judged_tokens
 from actors.coordinator.timings import Timings
 from actors.messages import PENDING_CAPACITY, RowKind, StepInput, StepOutput
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.stats import GroupStats
-from kernels_integration.errors import DuplicateRequestError, InvalidRequestError, LatentrayError
+from kernels_integration.errors import DuplicateRequestError, LatentrayError
 from kernels_integration.spans import Spans
 from kernels_integration.token_marks import MASKED, NO_TOKEN
-
-STEPS_IN_FLIGHT = {"sync": 1, "deferred": 2}
-"""Sync: the next step is chosen when the last has reported. Deferred: while the last one runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _OutstandingStep:
-    step: int
-    schedule: Schedule
-    k: NDArray[np.uint8]
-    """[V] drafts of the verifies, then a zero for each final chunk: what yields tokens, in order."""
-    slots: NDArray[np.int32]
-    """[V]"""
-    sent_at: float
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.schedule.verifies) + len(self.schedule.chunks)
 
 
 class Coordinator:
@@ -84,11 +64,9 @@ class Coordinator:
             prefix_cache=self._prefix_cache,
             draft_policy=self._draft_policy,
         )
-        self._max_steps_in_flight = max_steps_in_flight or STEPS_IN_FLIGHT[config.scheduling]
         self._live: dict[str, RequestState] = {}
-        self._outstanding: deque[_OutstandingStep] = deque()
+        self._steps = StepsInFlight(max_steps_in_flight or STEPS_IN_FLIGHT[config.scheduling])
         self._updates: list[RequestUpdate | RequestFailed] = []
-        self._epoch = 0
         self._counters = AcceptanceCounters(config.num_speculative_tokens)
         self._num_arrivals = self._num_finished = self._num_aborted = 0
         self._num_prompt_tokens = self._num_generated_tokens = 0
@@ -99,11 +77,16 @@ class Coordinator:
     @property
     def has_work(self) -> bool:
         """Something is live, or a step has yet to report."""
-        return bool(self._live or self._outstanding)
+        return bool(self._live or len(self._steps))
 
     @property
     def num_outstanding_steps(self) -> int:
-        return len(self._outstanding)
+        return len(self._steps)
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the oldest step in flight runs, by the clock; 0 without one."""
+        return self._steps.age_s(self._clock())
 
     def submit(self, request: Request) -> None:
         """Queue a request. An id may be used again once its request has ended.
@@ -116,7 +99,7 @@ class Coordinator:
                 f"request id {request_id!r} belongs to a live request; ids must differ: "
                 "choose another, or wait until that request has ended"
             )
-        limit = self._checked_limit(request)
+        limit = checked_limit(request, self._config, self._blocks, has_tokenizer=self._tokenizer is not None)
         self._num_arrivals += 1
         priority = request.priority if self._config.scheduling_policy == "priority" else 0
         rank = (priority, self._num_arrivals)
@@ -143,16 +126,14 @@ class Coordinator:
 
     def restart(self, epoch: int) -> None:
         """New shards without state: forget the steps in flight, re-admit live requests as they are."""
-        assert epoch > self._epoch, (epoch, self._epoch)
-        self._epoch = epoch
-        self._outstanding.clear()
+        self._steps.begin_epoch(epoch)
         self._timings.interrupted()
         self._scheduler.withdraw_all()
         self._blocks.forget_published()
 
     def schedule(self) -> StepInput | None:
         """The next step for the shards; None if nothing can run or a step in flight must report first."""
-        if len(self._outstanding) >= self._max_steps_in_flight:
+        if self._steps.is_full:
             return None
         with self._spans("schedule", self._num_steps + 1):
             return self._next_step()
@@ -160,22 +141,20 @@ class Coordinator:
     def _next_step(self) -> StepInput | None:
         started = self._clock()
         self._draft_policy.begin_step(self._scheduler.running)
-        schedule = self._scheduler.schedule([step.schedule for step in self._outstanding])
+        schedule = self._scheduler.schedule(self._steps.schedules)
         if schedule is None:
             return None
         if schedule.admitted:
             self._take_admissions(schedule.admitted)
         self._num_steps += 1
-        message = build_step_input(schedule, epoch=self._epoch, step=self._num_steps)
+        message = build_step_input(schedule, epoch=self._steps.epoch, step=self._num_steps)
         num_verifies = len(schedule.verifies)
         is_final = [rows.kind is RowKind.FINAL_CHUNK for rows in schedule.chunks]
         self._num_rows += int(message.k.sum()) + num_verifies + len(message.ids)
         yields_token = np.concatenate([np.ones(num_verifies, bool), np.array(is_final, bool)])
         sent_at = self._clock()
         slots = message.slot[:num_verifies]
-        self._outstanding.append(
-            _OutstandingStep(self._num_steps, schedule, message.k[yields_token], slots, sent_at)
-        )
+        self._steps.sent(StepInFlight(self._num_steps, schedule, message.k[yields_token], slots, sent_at))
         self._timings.schedule_s += sent_at - started
         return message
 
@@ -184,19 +163,19 @@ class Coordinator:
 
         A result counts only under the admission number that it was sent with: its request may have ended or
         been preempted since.
-        Errors: LatentrayError if the report does not answer the oldest step in flight.
+        Errors: ProtocolError if the report does not answer the oldest step in flight; nothing of it is taken.
+        LatentrayError if the shards count other tokens than the coordinator: they have gone apart.
         """
-        if output.epoch < self._epoch:
+        if output.epoch < self._steps.epoch:
             return
         with self._spans("process", output.step):
             self._process(output)
 
     def _process(self, output: StepOutput) -> None:
         started = self._clock()
-        step = self._checked_step(output)
-        self._outstanding.popleft()
+        step = self._steps.reported(output)
         verifies, chunks = step.schedule.verifies, step.schedule.chunks
-        drawn = output.tokens if output.judgement is None else _judged_tokens(step, output)
+        drawn = output.tokens if output.judgement is None else judged_tokens(step, output)
         num_emitted = count_emitted(output.drafts, drawn, step.k).tolist()
         tokens, lengths = tuple(drawn.tolist()), output.length.tolist()
         logprobs, prompt_logprobs = LogprobRows(output.logprobs), LogprobRows(output.prompt_logprobs)
@@ -257,56 +236,6 @@ class Coordinator:
             process_s=self._timings.process_s,
         )
 
-    def _checked_limit(self, request: Request) -> int:
-        """Tokens of prompt and completion at most; refuses what could never run."""
-        prompt_len, params = len(request.prompt_token_ids), request.params
-        max_model_len = self._config.max_model_len
-        if not 0 < prompt_len < max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {prompt_len} tokens; it must have 1 to {max_model_len - 1}: one more must "
-                f"fit max-model-len {max_model_len}; change the prompt, or serve with a larger max-model-len",
-                field="prompt_token_ids",
-            )
-        if params.stop and self._tokenizer is None:
-            raise InvalidRequestError(
-                f"stop is {params.stop!r}; stop strings need a tokenizer, which this group does not have; "
-                "use stop_token_ids, or start the group with a tokenizer",
-                field="stop",
-            )
-        limit = max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, prompt_len + params.max_tokens)
-        num_blocks = self._blocks.blocks_for(limit - 1)
-        if num_blocks > self._blocks.num_blocks:
-            tokens = self._blocks.num_blocks * self._blocks.tokens_per_block + 1
-            raise InvalidRequestError(
-                f"{prompt_len} prompt tokens and max_tokens {params.max_tokens} need {num_blocks} KV blocks; "
-                f"the group has {self._blocks.num_blocks}, for {tokens} tokens of prompt and completion; "
-                "lower max_tokens, shorten the prompt, or serve with more num-kv-blocks",
-                field="max_tokens",
-            )
-        return limit
-
-    def _checked_step(self, output: StepOutput) -> _OutstandingStep:
-        oldest = self._outstanding[0] if self._outstanding else None
-        if oldest is None or output.epoch != self._epoch or output.step != oldest.step:
-            expected = f"epoch {self._epoch} step {oldest.step}" if oldest else "nothing"
-            raise LatentrayError(
-                f"the shards reported epoch {output.epoch} step {output.step}; expected {expected}"
-            )
-        num_drafts = int(oldest.k.sum())
-        expected_sizes = (num_drafts, num_drafts + len(oldest.k), oldest.num_requests)
-        num_tokens = len(output.tokens)
-        if output.judgement is not None:
-            num_tokens = len(output.judgement.residual) + len(output.judgement.bonus)
-        sizes = (len(output.drafts), num_tokens, len(output.length))
-        if sizes != expected_sizes:
-            raise LatentrayError(
-                f"step {oldest.step}: the shards reported {sizes} drafts, tokens and lengths; "
-                f"expected {expected_sizes}"
-            )
-        return oldest
-
     def _take_admissions(self, admitted: list[RequestState]) -> None:
         self._draft_policy.admitted([request.slot for request in admitted])
         for request in admitted:
@@ -315,7 +244,7 @@ class Coordinator:
                 self._num_cache_queries += len(request.tokens)
                 self._num_cache_hits += request.num_hit_tokens
 
-    def _observe(self, step: _OutstandingStep, num_emitted: list[int], reported_at: float) -> None:
+    def _observe(self, step: StepInFlight, num_emitted: list[int], reported_at: float) -> None:
         """Statistics, and what the choice of k learns from."""
         seconds = self._timings.step_reported(step.sent_at, reported_at, goes_on=self.has_work)
         num_verifies = len(step.schedule.verifies)
@@ -416,21 +345,4 @@ def _wrong_length(request: RequestState, length: int, expected: int) -> Latentra
     """The shards' own count of a request's tokens must equal the coordinator's."""
     return LatentrayError(
         f"request {request.request.request_id!r}: the shards hold {length} tokens; expected {expected}"
-    )
-
-
-def _judged_tokens(step: _OutstandingStep, output: StepOutput) -> NDArray[Any]:
-    """Standard rejection sampling: the shards' own decision about the drafts, repeated."""
-    assert output.judgement is not None
-    requests = [rows.request for rows in step.schedule.verifies]
-    # Where a request has ended or was preempted since, nobody looks at its tokens.
-    positions = [len(request.tokens) for request in requests]
-    seeds = [request.request.seed for request in requests]
-    final_chunks = [0] * (len(step.k) - len(requests))  # they have no drafts
-    return standard_tokens(
-        output.drafts,
-        output.judgement,
-        step.k,
-        seeds=np.array(seeds + final_chunks, np.uint64).astype(np.int64),
-        positions=np.array(positions + final_chunks, np.int64),
     )

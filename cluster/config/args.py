@@ -48,6 +48,7 @@ CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(_whole_number)]
 NumDrafts = Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS), BeforeValidator(_whole_number)]
 Seed = Annotated[int, Field(ge=0, lt=2**64), BeforeValidator(_whole_number)]
 Port = Annotated[int, Field(ge=0, le=65535), BeforeValidator(_whole_number)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 _AT_LEAST_ONE = "a whole number >= 1"
 _DTYPES = "auto, float32, float64 or bfloat16"
@@ -331,6 +332,19 @@ class EngineArgs(BaseModel):
         Setting(rule="a file that can be written", group="Observation", metavar="FILE", shown_default="none"),
     ] = None
 
+    step_timeout: Annotated[
+        Seconds,
+        Field(description="While a step runs longer, health says that nothing is served."),
+        Setting(rule="a number of seconds above 0", group="Ray", metavar="SECONDS"),
+    ] = 10.0
+    heartbeat_timeout: Annotated[
+        Seconds,
+        Field(
+            description="A shard that is silent for so long is lost. One whose process or node is gone "
+            "is found at once, by its connection."
+        ),
+        Setting(rule="a number of seconds above 0", group="Ray", metavar="SECONDS"),
+    ] = 60.0
     address: Annotated[
         str | None,
         Field(min_length=1, description="Running Ray cluster to join."),

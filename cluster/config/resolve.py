@@ -79,6 +79,8 @@ def resolve(args: EngineArgs) -> GroupConfig:
         max_logprobs=args.max_logprobs,
         rejection_sampling=args.rejection_sampling,
         seed=args.seed,
+        heartbeat_timeout_s=args.heartbeat_timeout,
+        step_timeout_s=args.step_timeout,
         trace=args.trace is not None,
     )
 

@@ -21,6 +21,7 @@ from kernels_integration.errors import LatentrayError
 Status = Literal["ok", "warn", "fail"]
 
 DISTRIBUTIONS = (
+    "aiohttp",
     "grpcio",
     "grpcio-health-checking",
     "grpcio-reflection",

@@ -1,5 +1,6 @@
 """A coordinator and a shard that follow a script: every request emits 0, 1, 2... up to max_tokens."""
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -8,7 +9,7 @@ from actors.messages import StepInput, StepOutput
 from actors.requests import Request, RequestFailed, RequestUpdate
 from actors.sampling_params import SamplingParams
 from actors.stats import GroupStats
-from kernels_integration.errors import OverloadedError
+from kernels_integration.errors import LatentrayError, OverloadedError, ProtocolError
 
 NO_INTS = np.zeros(0, np.int32)
 NO_BYTES = np.zeros(0, np.uint8)
@@ -60,7 +61,20 @@ class ScriptedCoordinator:
         self.aborted: list[str] = []
         self.step = 0
         self.is_in_flight = False
+        self.sent_at_s = 0.0
+        self.epoch = 0
         self._updates: list[RequestUpdate | RequestFailed] = []
+
+    @property
+    def step_age_s(self) -> float:
+        return time.monotonic() - self.sent_at_s if self.is_in_flight else 0.0
+
+    def restart(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.is_in_flight = False
+
+    def fail_all(self, error: LatentrayError) -> None:
+        self.live.clear()
 
     @property
     def has_work(self) -> bool:
@@ -81,10 +95,13 @@ class ScriptedCoordinator:
         if self.is_in_flight:
             return None
         self.is_in_flight = True
+        self.sent_at_s = time.monotonic()
         self.step += 1
-        return step_input(self.step, num_requests=len(self.live))
+        return step_input(self.step, self.epoch, num_requests=len(self.live))
 
     def process(self, output: StepOutput) -> None:
+        if not self.is_in_flight or output.step != self.step:
+            raise ProtocolError(f"step {output.step} answers nothing")
         self.is_in_flight = False
         for request_id, (request, emitted) in list(self.live.items()):
             is_last = emitted + 1 == request.params.max_tokens

@@ -1,0 +1,40 @@
+"""How long a request may become, and which ones could never run."""
+
+from actors.config import GroupConfig
+from actors.coordinator.blocks import BlockManager
+from actors.requests import Request
+from kernels_integration.errors import InvalidRequestError
+
+
+def checked_limit(request: Request, config: GroupConfig, blocks: BlockManager, *, has_tokenizer: bool) -> int:
+    """Tokens of prompt and completion, at most.
+
+    Errors: InvalidRequestError for a request that could never run.
+    """
+    prompt_len, params = len(request.prompt_token_ids), request.params
+    max_model_len = config.max_model_len
+    if not 0 < prompt_len < max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_len} tokens; it must have 1 to {max_model_len - 1}: one more must "
+            f"fit max-model-len {max_model_len}; change the prompt, or serve with a larger max-model-len",
+            field="prompt_token_ids",
+        )
+    if params.stop and not has_tokenizer:
+        raise InvalidRequestError(
+            f"stop is {params.stop!r}; stop strings need a tokenizer, which this group does not have; "
+            "use stop_token_ids, or start the group with a tokenizer",
+            field="stop",
+        )
+    limit = max_model_len
+    if params.max_tokens is not None:
+        limit = min(limit, prompt_len + params.max_tokens)
+    num_blocks = blocks.blocks_for(limit - 1)
+    if num_blocks > blocks.num_blocks:
+        tokens = blocks.num_blocks * blocks.tokens_per_block + 1
+        raise InvalidRequestError(
+            f"{prompt_len} prompt tokens and max_tokens {params.max_tokens} need {num_blocks} KV blocks; "
+            f"the group has {blocks.num_blocks}, for {tokens} tokens of prompt and completion; "
+            "lower max_tokens, shorten the prompt, or serve with more num-kv-blocks",
+            field="max_tokens",
+        )
+    return limit
