@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.acceptance import StandardJudgement
+from actors.sampling_params import ShardParams
 
 Int32s = NDArray[np.int32]
 Uint8s = NDArray[np.uint8]
@@ -34,30 +35,24 @@ class RowKind(IntEnum):
     """Prompt rows up to the last committed token: reports one token."""
 
 
-class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How a request's tokens are drawn on the shards. Neutral values switch a filter off."""
+class SamplingSpec(ShardParams, frozen=True, kw_only=True, array_like=True):
+    """How a request's tokens are drawn on the shards: the parameters that they need, and what follows from
+    the others. Neutral values switch a rule off."""
 
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    num_logprobs: int = -1
-    """-1: none; n >= 0: the token's own log probability and the n best."""
-    num_prompt_logprobs: int = -1
-    """The same, for the prompt's tokens."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
-    allowed_token_ids: tuple[int, ...] = ()
-    """Nothing else is drawn; empty: everything may be."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences of which the completion may not draw the last token after the others."""
-    min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
     """Not drawn for the first min_tokens tokens of the completion."""
+
+    @property
+    def num_logprobs(self) -> int:
+        """-1: none; n >= 0: the token's own log probability and the n best."""
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """The same, for the prompt's tokens."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def has_penalties(self) -> bool:

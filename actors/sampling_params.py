@@ -1,234 +1,280 @@
-"""Sampling parameters of a request, spelled as in vLLM. Illegal values are refused, never clamped."""
+"""Sampling parameters of a request, spelled as in vLLM: each declared once, with all that follows from it.
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+What a row says is the whole declaration: the checks here, the gRPC messages, OpenAI bodies, flags of
+`generate` and what the shards get are derived. Illegal values are refused, never clamped.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
+from actors.parameter_kinds import Kind, Number, Switch, Texts, TokenIds, TokenValues, WholeNumber
 from kernels_integration.errors import InvalidRequestError, shown
 
 ALL_LOGPROBS = -1
 """A number of alternatives: the whole vocabulary."""
 DEFAULT_MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-MAX_BAD_WORDS = 1024
-MAX_COUNT = 2**63 - 1
-"""What messages between processes and the shards' arrays hold."""
+MAX_TOKEN_IDS = 4096
+"""Of stop_token_ids and logit_bias: they are looked at for every token."""
+MAX_VOCABULARY = 2**18
+"""More token ids than any vocabulary has."""
 MIN_REPETITION_PENALTY = 0.01
 """Below, logits divided by it leave float32's range and tie there."""
 
 
-def is_text(value: object) -> bool:
-    """Whether it is a str that UTF-8 can carry: JSON's lone surrogates ("\\ud800") are none."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
+class Wire(Enum):
+    """How a parameter travels in the SamplingParams message of the gRPC protocol."""
+
+    FIELD = "a field of its name"
+    ZERO_IS_UNSET = "a field of its name, of which 0 means the default"
+    NONE = "no field: refused over gRPC"
+    CLIENT = "not at all: what it asks for is done by the client"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """The declaration of one parameter, beside its type and default."""
+
+    kind: Kind
+    """Which values are legal."""
+    help: str
+    none: str | None = None
+    """What None means, where None is legal."""
+    wire: Wire = Wire.FIELD
+    openai: bool = True
+    """Whether OpenAI's endpoints have it; False: they spell it in their own way, or not at all."""
+    flag: bool = True
+    """Whether `generate` has a flag of its name."""
+    short: str | None = None
+    """Second spelling of the flag."""
+    from_checkpoint: bool = False
+    """Whether generation_config.json may set its default, as in vLLM."""
+
+    name: str = ""
+    """Like `default`: filled in from the field, in PARAMETERS."""
+    default: Any = None
+
+    @property
+    def rule(self) -> str:
+        return self.kind.rule + (f", or None for {self.none}" if self.none else "")
+
+    def checked(self, value: Any) -> Any:
+        """The legal value in its one form. Errors: InvalidRequestError: name, value, rule."""
+        if value is self.default or (value is None and self.none):
+            return value
+        try:
+            return self.kind.accept(value)
+        except ValueError as error:
+            what = f"holds {error}" if error.args else f"is {shown(value)}"
+            raise InvalidRequestError(
+                f"{self.name} {what}; it must be {self.rule}", field=self.name
+            ) from None
+
+
+_COUNT_OF_BEST = WholeNumber(ALL_LOGPROBS, words="a whole number >= 0, or -1 for the whole vocabulary")
+
+
+class ShardParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters that shards draw by, in the words of the request."""
+
+    temperature: Annotated[
+        float,
+        Parameter(
+            kind=Number(0, 100, low_is="greedy"),
+            help="Logits are divided by it.",
+            from_checkpoint=True,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Parameter(
+            kind=WholeNumber(
+                -1, words="a whole number from 1 to 2**63 - 1, or 0 or -1 for all tokens", same={-1: 0}
+            ),
+            help="Draw from as many best tokens.",
+            from_checkpoint=True,
+        ),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Parameter(
+            kind=Number(0, 1, off=1, above_low=True),
+            help="Draw from the best tokens that together have this probability.",
+            wire=Wire.ZERO_IS_UNSET,
+            from_checkpoint=True,
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Parameter(
+            kind=Number(0, 1, off=0),
+            help="Draw from tokens with at least this share of the best one's probability.",
+            from_checkpoint=True,
+        ),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float,
+        Parameter(
+            kind=Number(-2, 2, off=0), help="Subtracted once from logits of tokens that the completion holds."
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Parameter(
+            kind=Number(-2, 2, off=0), help="Subtracted for each time that the completion holds the token."
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Parameter(
+            kind=Number(MIN_REPETITION_PENALTY, 100, off=1),
+            help="Positive logits of tokens of prompt and completion are divided by it, others multiplied.",
+            wire=Wire.ZERO_IS_UNSET,
+            from_checkpoint=True,
+        ),
+    ] = 1.0
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        Parameter(
+            kind=TokenValues(max_count=MAX_TOKEN_IDS, low=-100, high=100),
+            help='Added to logits of tokens: {"TOKEN ID": NUMBER}.',
+            none="none",
+        ),
+    ] = None
+    allowed_token_ids: Annotated[
+        tuple[int, ...] | None,
+        Parameter(
+            kind=TokenIds(min_count=1, max_count=MAX_VOCABULARY),
+            help="Nothing else is drawn.",
+            none="all",
+            wire=Wire.NONE,
+        ),
+    ] = None
+    min_tokens: Annotated[int, Parameter(kind=WholeNumber(0), help="No end before as many tokens.")] = 0
+    logprobs: Annotated[
+        int | None,
+        Parameter(
+            kind=_COUNT_OF_BEST,
+            help="Report log probabilities of the completion's tokens and of as many best alternatives.",
+            none="none",
+            openai=False,
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Parameter(kind=_COUNT_OF_BEST, help="The same of the prompt's tokens but the first.", none="none"),
+    ] = None
+
+
+class SamplingParams(ShardParams, frozen=True, kw_only=True):
     """How to draw a completion. docs/sampling.md tells the order in which the filters apply.
 
-    n: completions of the prompt; choice 0 is the one that n = 1 gives. temperature: 0 is greedy; else logits
-    are divided by it. top_k: 0 or -1 keeps all. top_p in (0, 1]; min_p in [0, 1] of the best token's
-    probability. presence_penalty, frequency_penalty: subtracted from the logits of tokens that the completion
-    holds, once and once for each time. repetition_penalty: divides positive logits, and multiplies others, of
-    tokens that prompt or completion hold; 1 is off. logit_bias: {token id: value added to its logit}.
-    allowed_token_ids: nothing else is drawn. bad_words: texts of which the completion does not get the last
-    token. seed: None lets the front end draw one. max_tokens: None runs to the context's end. min_tokens: no
-    end before as many. stop: strings that end the text before them, or after them with
-    include_stop_str_in_output. logprobs, prompt_logprobs: None, or the number of best alternatives reported
-    beside each token of the completion, of the prompt; -1: all.
-
+    Each field says what it means and what is legal.
     Errors: InvalidRequestError naming field, value and legal values.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
+    n: Annotated[
+        int,
+        Parameter(
+            kind=WholeNumber(1, MAX_CHOICES),
+            help="Completions of each prompt; the first is the one that n = 1 gives.",
+            wire=Wire.ZERO_IS_UNSET,
+            short="-n",
+        ),
+    ] = 1
+    bad_words: Annotated[
+        tuple[str, ...],
+        Parameter(
+            kind=Texts(max_count=1024, max_length=1024, max_total=2**15, may_be_blank=False),
+            help="Texts of which the completion does not get the last token.",
+            wire=Wire.NONE,
+        ),
+    ] = ()
+    seed: Annotated[
+        int | None,
+        Parameter(
+            kind=WholeNumber(-(2**63), 2**64 - 1, words="a whole number of 64 bits"),
+            help="Makes the completion repeatable.",
+            none="one that is drawn",
+            flag=False,  # --seed of the engine
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        Parameter(
+            kind=WholeNumber(1, words="a whole number >= 1 (below 2**63)"),
+            help="Length of the completion, at most; prompt and completion must fit into the context.",
+            none="as many as the context holds",
+        ),
+    ] = 16
+    stop: Annotated[
+        tuple[str, ...],
+        Parameter(
+            kind=Texts(
+                max_count=16, max_length=MAX_STOP_LENGTH, max_total=16 * MAX_STOP_LENGTH, may_be_blank=True
+            ),
+            help="End the text before one of these.",
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Parameter(
+            kind=TokenIds(max_count=MAX_TOKEN_IDS), help="End the completion with one of these tokens."
+        ),
+    ] = ()
+    include_stop_str_in_output: Annotated[
+        bool, Parameter(kind=Switch(), help="Keep the stop string, or the token, that ended the text.")
+    ] = False
+    ignore_eos: Annotated[
+        bool, Parameter(kind=Switch(), help="Go on behind an end of text, to --max-tokens.")
+    ] = False
+    skip_special_tokens: Annotated[
+        bool, Parameter(kind=Switch(), help="Leave special tokens out of the text.")
+    ] = True
+    detokenize: Annotated[
+        bool,
+        Parameter(
+            kind=Switch(),
+            help="Make text; without it there are only token ids.",
+            wire=Wire.CLIENT,
+            openai=False,
+            flag=False,
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
-        self._take_vllm_spellings()
-        self._check_distribution()
-        self._check_rules()
-        self._check_ends()
-        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            value = getattr(self, field)
-            _require(isinstance(value, bool), field, value, "true or false")
-        for field in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, field)
-            _require(
-                value is None or (_is_int(value) and value >= ALL_LOGPROBS),
-                field,
-                value,
-                "a whole number >= 0, -1 for the whole vocabulary, or None",
+        for name, parameter in PARAMETERS.items():
+            value = getattr(self, name)
+            checked = parameter.checked(value)
+            if checked is not value:
+                msgspec.structs.force_setattr(self, name, checked)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}; it must be {PARAMETERS['min_tokens'].rule}, at most "
+                f"max_tokens {self.max_tokens}",
+                field="min_tokens",
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(
+                f"stop is {shown(self.stop)}; it must be empty without detokenize, since stop strings are "
+                "sought in the text",
+                field="stop",
             )
 
-    def _take_vllm_spellings(self) -> None:
-        """vLLM users also write one string, a list, None, or JSON's text keys."""
-        for field in ("stop", "bad_words"):
-            value = getattr(self, field)
-            _set(self, field, (value,) if isinstance(value, str) else _as_tuple(field, value, "texts"))
-        _set(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, "token ids"))
-        if self.allowed_token_ids is not None:
-            _set(
-                self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids, "token ids")
-            )
-        if self.logit_bias is not None:
-            _set(self, "logit_bias", _with_int_keys(self.logit_bias))
 
-    def _check_distribution(self) -> None:
-        _require(
-            _is_int(self.n) and 1 <= self.n <= MAX_CHOICES,
-            "n",
-            self.n,
-            f"a whole number from 1 to {MAX_CHOICES}",
-        )
-        _require(
-            _is_number(self.temperature) and 0 <= self.temperature <= 100,
-            "temperature",
-            self.temperature,
-            "a number from 0 (greedy) to 100",
-        )
-        _require(
-            _is_int(self.top_k) and -1 <= self.top_k <= MAX_COUNT,
-            "top_k",
-            self.top_k,
-            "a whole number from 1 to 2**63 - 1, or 0 or -1 for all tokens",
-        )
-        _require(
-            _is_number(self.top_p) and 0 < self.top_p <= 1,
-            "top_p",
-            self.top_p,
-            "a number above 0, up to 1 (1 keeps all tokens)",
-        )
-        _require(
-            _is_number(self.min_p) and 0 <= self.min_p <= 1,
-            "min_p",
-            self.min_p,
-            "a number from 0 (off) to 1",
-        )
-        _require(
-            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
-            "seed",
-            self.seed,
-            "a whole number of 64 bits, or None",
-        )
-
-    def _check_rules(self) -> None:
-        for field in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, field)
-            _require(_is_number(value) and -2 <= value <= 2, field, value, "a number from -2 to 2 (0 is off)")
-        _require(
-            _is_number(self.repetition_penalty) and MIN_REPETITION_PENALTY <= self.repetition_penalty <= 100,
-            "repetition_penalty",
-            self.repetition_penalty,
-            f"a number from {MIN_REPETITION_PENALTY} to 100 (1 is off)",
-        )
-        _require(
-            self.logit_bias is None
-            or all(_is_int(t) and _is_number(v) and -100 <= v <= 100 for t, v in self.logit_bias.items()),
-            "logit_bias",
-            self.logit_bias,
-            "token ids with numbers from -100 to 100",
-        )
-        _require(
-            self.allowed_token_ids is None
-            or (len(self.allowed_token_ids) > 0 and all(map(_is_int, self.allowed_token_ids))),
-            "allowed_token_ids",
-            self.allowed_token_ids,
-            "at least one token id of the vocabulary, or None",
-        )
-        _require(
-            len(self.bad_words) <= MAX_BAD_WORDS
-            and all(is_text(w) and w.strip() and len(w) <= MAX_STOP_LENGTH for w in self.bad_words),
-            "bad_words",
-            self.bad_words,
-            f"at most {MAX_BAD_WORDS} texts of at most {MAX_STOP_LENGTH} characters, none of them blank",
-        )
-
-    def _check_ends(self) -> None:
-        _require(
-            self.max_tokens is None or (_is_int(self.max_tokens) and 1 <= self.max_tokens <= MAX_COUNT),
-            "max_tokens",
-            self.max_tokens,
-            "a whole number >= 1 (below 2**63), or None for as many as the context holds",
-        )
-        _require(
-            _is_int(self.min_tokens)
-            and 0 <= self.min_tokens <= MAX_COUNT
-            and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
-            "min_tokens",
-            self.min_tokens,
-            "a whole number >= 0"
-            + ("" if self.max_tokens is None else f", at most max_tokens {self.max_tokens}"),
-        )
-        _require(
-            len(self.stop) <= MAX_STOP_STRINGS
-            and all(is_text(s) and 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
-            "stop",
-            self.stop,
-            f"at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_LENGTH} characters",
-        )
-        _require(
-            all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "token ids of the vocabulary",
-        )
+def _declared() -> Mapping[str, Parameter]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    defaults = zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
+    return MappingProxyType(
+        {name: replace(hints[name].__metadata__[0], name=name, default=default) for name, default in defaults}
+    )
 
 
-def _set(params: SamplingParams, field: str, value: object) -> None:
-    msgspec.structs.force_setattr(params, field, value)
-
-
-def _as_tuple(field: str, value: Any, members: str) -> tuple[Any, ...]:
-    """None means none; what is no list stays out, text too, which would fall into characters."""
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise InvalidRequestError(f"{field} is {shown(value)}; it must be a list of {members}", field=field)
-    return tuple(value)
-
-
-def _with_int_keys(bias: Any) -> Any:
-    """JSON has only text keys. What is no whole number stays, for the check to name."""
-    if not isinstance(bias, Mapping):
-        raise InvalidRequestError(
-            f"logit_bias is {shown(bias)}; it must be an object of token ids and numbers", field="logit_bias"
-        )
-    return {int(t) if isinstance(t, str) and t.isdecimal() and len(t) < 20 else t: v for t, v in bias.items()}
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _require(legal: bool, field: str, value: object, rule: str) -> None:
-    if not legal:
-        raise InvalidRequestError(f"{field} is {shown(value)}; it must be {rule}", field=field)
+PARAMETERS = _declared()
+"""Every parameter's declaration, by its name."""

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
@@ -77,8 +77,8 @@ class LLM:
         is served first, under scheduling_policy="priority". use_tqdm: show progress, at a terminal.
         Errors: InvalidRequestError naming the prompt's index, before anything runs.
         """
-        batch = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
-        priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
+        batch = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else _listed("prompts", prompts)
+        priorities = [priority] * len(batch) if isinstance(priority, int) else _listed("priority", priority)
         if len(priorities) != len(batch):
             raise InvalidRequestError(
                 f"{len(priorities)} priorities for {len(batch)} prompts; pass one for all, or one for each",
@@ -102,10 +102,9 @@ class LLM:
         tools: shown to the model by the chat template. chat_template_kwargs: the template's own arguments,
         such as {"enable_thinking": False}.
         """
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        chats = (
-            [cast(Sequence[Message], messages)] if one else list(cast(Sequence[Sequence[Message]], messages))
-        )
+        chats = _listed("messages", messages)
+        if chats and isinstance(chats[0], Mapping):
+            chats = [messages]
         prompts = []
         for index, chat in enumerate(chats):
             try:
@@ -153,14 +152,10 @@ class LLM:
 
     def _params_of(
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
+    ) -> list[SamplingParams | None]:
+        if given is None or isinstance(given, SamplingParams):
             return [given] * num_prompts
-        if isinstance(given, str | Mapping) or not all(
-            isinstance(params, SamplingParams) for params in given
-        ):
+        if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
             raise InvalidRequestError(
                 f"sampling_params is {shown(given)}; it must be SamplingParams(...), or a list of them",
                 field="sampling_params",
@@ -175,7 +170,7 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingParams | None],
         priorities: Sequence[int],
         *,
         use_tqdm: bool,
@@ -210,7 +205,9 @@ class LLM:
                 engine.abort(live)
         return [builder.output() for builder in builders]
 
-    def _builder(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> OutputBuilder:
+    def _builder(
+        self, index: int, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> OutputBuilder:
         try:
             content = _prompt_content(prompt)
             salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
@@ -223,6 +220,13 @@ class LLM:
 
     def __repr__(self) -> str:
         return f"LLM({asdict(self.group_config)})"
+
+
+def _listed(name: str, values: object) -> list[Any]:
+    """Errors: InvalidRequestError where there is nothing to go through, such as a number."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise InvalidRequestError(f"{name} is {shown(values)}; it must be one, or a list of them", field=name)
+    return list(values)
 
 
 def _is_one_prompt(prompts: object) -> bool:

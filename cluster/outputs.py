@@ -138,11 +138,14 @@ class OutputBuilder:
         """The token itself first, then the best ones."""
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
         values = {entry.token_id: entry.logprob} | dict(entry.top)
+        detokenize = self.request.params.detokenize
         return {
             token_id: Logprob(
                 logprob=value,
                 rank=ranks.get(token_id),
-                decoded_token=self._tokenizer.decode([token_id], skip_special_tokens=False),
+                decoded_token=(
+                    self._tokenizer.decode([token_id], skip_special_tokens=False) if detokenize else None
+                ),
             )
             for token_id, value in values.items()
         }

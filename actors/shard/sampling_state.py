@@ -40,7 +40,7 @@ class SamplingState:
     def _take(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
         self._temperature[slot] = sampling.temperature
-        self._top_k[slot] = max(sampling.top_k, 0)
+        self._top_k[slot] = sampling.top_k
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
         self._seed[slot] = np.uint64(admission.seed).astype(np.int64)

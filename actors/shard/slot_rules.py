@@ -119,13 +119,13 @@ class SlotRules:
         spec = admission.sampling
         if not spec.has_rules:
             return
-        bias = sorted(dict(spec.logit_bias).items())
+        bias = sorted((spec.logit_bias or {}).items())
         biased, own = self._columns([token for token, _ in bias])
         slot = _Slot(
             prompt_len=admission.prompt_len,
             spec=spec,
             lane=self._counts.take_lane() if spec.has_penalties else None,
-            allowed=self._columns(sorted(set(spec.allowed_token_ids)))[0],
+            allowed=self._columns(sorted(set(spec.allowed_token_ids or ())))[0],
             ends=self._columns(sorted(set(spec.end_token_ids)))[0],
             biased=biased,
             bias=np.array([value for _, value in bias], np.float64)[own],

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from actors.sampling_params import is_text
+from actors.parameter_kinds import is_text
 from cluster.errors import outcome
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.answers import answer_body, error_body

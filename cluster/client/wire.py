@@ -6,10 +6,12 @@ from typing import Any, TypeAlias
 
 import grpc
 import msgspec
+from google.protobuf.descriptor import FieldDescriptor
 from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from actors.sampling_params import SamplingParams, is_text
+from actors.parameter_kinds import is_text
+from actors.sampling_params import PARAMETERS, SamplingParams, Wire
 from actors.stats import GroupStats
 from cluster.errors import from_code
 from kernels_integration.errors import (
@@ -39,19 +41,11 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
 )
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
-_INT32 = range(-(2**31), 2**31)
-_UINT32 = range(2**32)
 _RANGES = {
-    "seed": _INT32,
-    "top_k": range(-1, 2**32),
-    "max_tokens": _UINT32,
-    "min_tokens": _UINT32,
-    "stop_token_ids": _UINT32,
-    "logit_bias": _INT32,
-    "logprobs": _INT32,
-    "prompt_logprobs": _INT32,
+    FieldDescriptor.TYPE_INT32: range(-(2**31), 2**31),
+    FieldDescriptor.TYPE_UINT32: range(2**32),
 }
-"""Whole numbers that SamplingParams allows more of than the message holds."""
+"""Whole numbers that a field of the message holds; SamplingParams allows more."""
 _BY_STATUS: dict[grpc.StatusCode, type[LatentrayError]] = {
     grpc.StatusCode.CANCELLED: AbortedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
@@ -101,42 +95,36 @@ def generate_request(
 
 
 def _to_message(params: SamplingParams) -> pb.SamplingParams:
-    for field, legal in _RANGES.items():
-        value = getattr(params, field)
-        for number in value if isinstance(value, tuple | dict) else (value,):
-            if number is not None and number not in legal:
-                raise InvalidRequestError(
-                    f"{field} is {shown(value)}; over gRPC numbers must be from {legal[0]} to {legal[-1]}",
-                    field=field,
-                )
-    for field in ("bad_words", "allowed_token_ids"):
-        if getattr(params, field):
+    message = pb.SamplingParams()
+    for name, row in PARAMETERS.items():
+        value = getattr(params, name)
+        if row.wire is Wire.NONE and value != row.default:
             raise InvalidRequestError(
-                f"{field} is {getattr(params, field)!r:.200}, which the gRPC protocol has no field for; "
+                f"{name} is {shown(value)}, which the gRPC protocol has no field for; "
                 "leave it out, use logit_bias, or run the model in this process (LLM)",
-                field=field,
+                field=name,
             )
-    return pb.SamplingParams(
-        n=params.n,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias or {},
-        min_tokens=params.min_tokens,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        prompt_logprobs=params.prompt_logprobs,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        min_p=params.min_p,
-        max_tokens=params.max_tokens,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        skip_special_tokens=params.skip_special_tokens,
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
-        seed=params.seed,
-    )
+        if row.wire in (Wire.FIELD, Wire.ZERO_IS_UNSET) and value is not None:
+            _set_field(message, name, value)
+    return message
+
+
+def _set_field(message: pb.SamplingParams, name: str, value: Any) -> None:
+    """Errors: InvalidRequestError for whole numbers that the field does not hold."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    is_map = isinstance(value, dict)
+    legal = _RANGES.get(field.message_type.fields_by_name["key"].type if is_map else field.type)
+    numbers = value if isinstance(value, tuple | dict) else (value,)
+    if legal is not None and not all(number in legal for number in numbers):
+        raise InvalidRequestError(
+            f"{name} is {shown(value)}; over gRPC numbers must be from {legal[0]} to {legal[-1]}", field=name
+        )
+    if is_map:
+        getattr(message, name).update(value)
+    elif isinstance(value, tuple):
+        getattr(message, name).extend(value)
+    else:
+        setattr(message, name, value)
 
 
 def generate_metadata(priority: int, cache_salt: str | None) -> Metadata:

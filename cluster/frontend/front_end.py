@@ -2,7 +2,7 @@
 
 import random
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +11,11 @@ from msgspec.structs import replace
 from actors.config import GroupConfig
 from actors.model.config import ModelConfig
 from actors.model.model_folder import ModelFolder
+from actors.parameter_kinds import is_text
 from actors.requests import Request
-from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams, is_text
+from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
+from cluster.frontend.limits import require_token_ids, with_fitting_length
 from cluster.frontend.token_checks import bad_word_ids, require_candidates, require_text
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.files import CONFIG
@@ -126,8 +128,12 @@ class ModelFrontend:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        default_max_tokens: int | None = None,
     ) -> Request:
         """A request that the coordinator can trust, with its effective seed and parameters.
+
+        params: None stands for the checkpoint's defaults. default_max_tokens: the most tokens where
+        params.max_tokens is None; None: all that the context holds.
 
         With n > 1 it stands for several requests (cluster.answering.choices), one a completion.
         prompt: text, which gets the tokenizer's special tokens, or token ids, taken as they are.
@@ -135,9 +141,16 @@ class ModelFrontend:
         are shared with requests of the same salt alone.
         Errors: InvalidRequestError naming field, value, limit.
         """
-        params = self.sampling_defaults() if params is None else params
+        if params is None:
+            params = self.sampling_defaults()
+            params, default_max_tokens = replace(params, max_tokens=None), params.max_tokens
         token_ids = self.encode_prompt(prompt)
-        params = self._effective(params)
+        params = with_fitting_length(
+            self._effective(params),
+            num_prompt_tokens=len(token_ids),
+            max_model_len=self.max_model_len,
+            default_max_tokens=default_max_tokens,
+        )
         self._check_priority(priority)
         _check_cache_salt(cache_salt)
         bad_words = bad_word_ids(params.bad_words, self.tokenizer)
@@ -168,20 +181,20 @@ class ModelFrontend:
             )
         if isinstance(prompt, str):
             require_text(prompt, "prompt")
-        token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise InvalidRequestError(
                 f"prompt {shown(prompt)} has no tokens; it must have at least one", field="prompt"
             )
-        for token_id in token_ids:
-            self._check_token_id(token_id, "prompt")
         if len(token_ids) >= self.max_model_len:
             raise InvalidRequestError(
                 f"prompt has {len(token_ids)} tokens; max_model_len {self.max_model_len} leaves room for "
                 f"{self.max_model_len - 1} and one new token: shorten the prompt or raise --max-model-len",
                 field="prompt",
             )
-        return token_ids
+        found = tuple(token_ids)
+        self._require_token_ids(found, "prompt")
+        return found
 
     def render_chat(
         self,
@@ -211,8 +224,7 @@ class ModelFrontend:
     def _effective(self, params: SamplingParams) -> SamplingParams:
         """Token ids checked, -1 logprobs resolved. Errors: InvalidRequestError."""
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, field) or ():
-                self._check_token_id(token_id, field)
+            self._require_token_ids(getattr(params, field) or (), field)
         counts = {}
         for field in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, field)
@@ -242,14 +254,8 @@ class ModelFrontend:
                 field="priority",
             )
 
-    def _check_token_id(self, token_id: object, field: str) -> None:
-        legal = isinstance(token_id, int) and not isinstance(token_id, bool)
-        if not legal or not 0 <= token_id < self.vocab_size:  # type: ignore[operator]
-            raise InvalidRequestError(
-                f"{field} holds {shown(token_id)}; token ids of {self.served_model_name} are whole numbers "
-                f"from 0 to {self.vocab_size - 1}",
-                field=field,
-            )
+    def _require_token_ids(self, token_ids: Collection[int], field: str) -> None:
+        require_token_ids(token_ids, field, vocab_size=self.vocab_size, model=self.served_model_name)
 
 
 def _check_cache_salt(salt: object) -> None:

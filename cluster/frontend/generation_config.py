@@ -5,11 +5,9 @@ from typing import Any
 
 import msgspec
 
-from actors.sampling_params import SamplingParams
+from actors.sampling_params import PARAMETERS, SamplingParams
 from kernels_integration.errors import CheckpointError, InvalidRequestError, shown
 
-_DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling parameters that the file may set, as in vLLM; max_new_tokens sets max_tokens."""
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -36,8 +34,15 @@ def eos_token_ids(
 
 
 def default_sampling_params(generation: Mapping[str, Any]) -> dict[str, float | int]:
-    """The file's values under SamplingParams' names. Errors: CheckpointError when one is out of range."""
-    defaults = {name: generation[name] for name in _DEFAULTED if generation.get(name) is not None}
+    """The file's values under SamplingParams' names; max_new_tokens sets max_tokens.
+
+    Errors: CheckpointError when one is out of range.
+    """
+    defaults = {
+        name: generation[name]
+        for name, parameter in PARAMETERS.items()
+        if parameter.from_checkpoint and generation.get(name) is not None
+    }
     if generation.get("max_new_tokens") is not None:
         defaults["max_tokens"] = generation["max_new_tokens"]
     try:

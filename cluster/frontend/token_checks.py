@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from actors.sampling_params import SamplingParams, is_text
+from actors.parameter_kinds import is_text
+from actors.sampling_params import SamplingParams
 from cluster.tokenizer import Tokenizer
 from kernels_integration.errors import InvalidRequestError
 

@@ -1,18 +1,18 @@
 """GenerateRequest -> prompt and SamplingParams, by the presence rules of the proto.
 
-Every field of the proto is named in exactly one of the tables below (a test holds them against the
-descriptor), so no parameter is ever ignored in silence. Serving one more means: delete its row,
-fill it in `sampling_params`.
+Every field of the proto is a declared parameter or named in exactly one of the tables below (a test holds
+them against the descriptor), so no parameter is ever ignored in silence. Serving one more means: delete its
+row here and declare it in actors/sampling_params.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from actors.sampling_params import SamplingParams
+from actors.sampling_params import PARAMETERS, Parameter, SamplingParams, Wire
 from kernels_integration.errors import InvalidRequestError
 
 
@@ -56,27 +56,7 @@ UNSERVED_PARAMETERS: tuple[Unserved, ...] = (
     _present("choice"),
 )
 SERVED_PARAMETERS = frozenset(
-    {
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "max_tokens",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "logprobs",
-        "prompt_logprobs",
-        "seed",
-    }
+    name for name, row in PARAMETERS.items() if row.wire in (Wire.FIELD, Wire.ZERO_IS_UNSET)
 )
 INEFFECTIVE_PARAMETERS = {
     "spaces_between_special_tokens": "text is made by the client; the stream holds token ids",
@@ -114,33 +94,25 @@ def prompt(request: pb.GenerateRequest) -> str | Sequence[int]:
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Unset temperature = 1; top_p, repetition_penalty and n: 0 = unset; max_tokens unset = to the context's
-    end: as in vLLM's server.
+    """As in vLLM's server, an unset field means the default, but unset max_tokens the context's end.
 
     Errors: InvalidRequestError naming the first field that is out of range or not served.
     """
     _refuse_unserved(message, UNSERVED_PARAMETERS)
-    return SamplingParams(
-        temperature=_decimal(message.temperature) if message.HasField("temperature") else 1.0,
-        top_p=_decimal(message.top_p) if message.top_p != 0 else 1.0,
-        top_k=message.top_k,
-        min_p=_decimal(message.min_p),
-        n=message.n or 1,
-        presence_penalty=_decimal(message.presence_penalty),
-        frequency_penalty=_decimal(message.frequency_penalty),
-        repetition_penalty=_decimal(message.repetition_penalty) if message.repetition_penalty != 0 else 1.0,
-        logit_bias={t: _decimal(v) for t, v in message.logit_bias.items()} or None,
-        min_tokens=message.min_tokens,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        seed=message.seed if message.HasField("seed") else None,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        skip_special_tokens=message.skip_special_tokens,
-    )
+    return SamplingParams(**{name: _value_of(message, PARAMETERS[name]) for name in SERVED_PARAMETERS})
+
+
+def _value_of(message: pb.SamplingParams, row: Parameter) -> Any:
+    """What the field says. A list's length is judged before its entries are looked at."""
+    field = pb.SamplingParams.DESCRIPTOR.fields_by_name[row.name]
+    value = getattr(message, row.name)
+    if field.has_presence and not message.HasField(row.name):
+        return None if row.none else row.default
+    if row.wire is Wire.ZERO_IS_UNSET and value == 0:
+        return row.default
+    if isinstance(value, Mapping):
+        return {t: _decimal(v) for t, v in row.checked(value).items()} or row.default
+    return _decimal(value) if isinstance(value, float) else value
 
 
 def priority_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:

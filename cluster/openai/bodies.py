@@ -4,14 +4,14 @@ A parameter that another server would understand and this one does not is an err
 unless its value asks for nothing ("best_of": 1, "stream": false).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 
 from actors.requests import Request
-from actors.sampling_params import SamplingParams
+from actors.sampling_params import PARAMETERS, SamplingParams
 from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import InvalidRequestError
 
@@ -35,6 +35,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _NO_EFFECT = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 """Parameters that never change an answer."""
 
+_PARAMETERS = frozenset(name for name, row in PARAMETERS.items() if row.openai)
+
 
 class Body(Protocol):
     """A request body, whichever its endpoint."""
@@ -45,49 +47,40 @@ class Body(Protocol):
 
 
 class _SamplingBody(BaseModel):
-    """What both endpoints share. Values are checked by SamplingParams; None means not given."""
+    """What both endpoints share: beside these fields, every sampling parameter under its own name.
 
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    Values of parameters are checked by SamplingParams; null means not given.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    n: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: dict[str, Any] | None = None
-    allowed_token_ids: list[Any] | None = None
-    bad_words: str | list[str] | None = None
-    prompt_logprobs: Any = None
-    seed: Any = None
-    max_tokens: Any = None
-    min_tokens: Any = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Any] | None = None
-    include_stop_str_in_output: StrictBool | None = None
-    ignore_eos: StrictBool | None = None
-    skip_special_tokens: StrictBool | None = None
     priority: Any = None
     cache_salt: Any = None
 
-    def sampling_params(
-        self, frontend: ModelFrontend, *, default_max_tokens: int | None, **more: Any
-    ) -> SamplingParams:
-        """The checkpoint's defaults, overridden by what the body gives."""
-        names = SamplingParams.__struct_fields__
-        given = {name: getattr(self, name, None) for name in names if name != "logprobs"} | more
-        values: dict[str, Any] = {"max_tokens": default_max_tokens} | frontend.default_sampling_params
-        return SamplingParams(**values | {name: v for name, v in given.items() if v is not None})
-
     def build_request(
-        self, request_id: str, frontend: ModelFrontend, prompt: str | Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        frontend: ModelFrontend,
+        prompt: str | Sequence[int],
+        *,
+        default_max_tokens: int | None,
+        **own: Any,
     ) -> Request:
+        """The checkpoint's defaults, overridden by what the body gives. own: the endpoint's own spellings."""
+        defaults = dict(frontend.default_sampling_params)
+        most = defaults.pop("max_tokens", default_max_tokens)
+        given = {name: value for name, value in (self.model_extra or {}).items() if name in _PARAMETERS}
+        given = {name: value for name, value in (given | own).items() if value is not None}
+        params = SamplingParams(**{"max_tokens": None} | defaults | given)
         priority = 0 if self.priority is None else self.priority
         return frontend.build_request(
-            request_id, prompt, params, priority=priority, cache_salt=self.cache_salt
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            cache_salt=self.cache_salt,
+            default_max_tokens=None if most is None else int(most),
         )
 
 
@@ -113,14 +106,10 @@ class ChatBody(_SamplingBody):
             add_generation_prompt=self.add_generation_prompt,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        params = self.sampling_params(
-            frontend,
-            default_max_tokens=None,
-            max_tokens=limit,
-            logprobs=(0 if self.top_logprobs is None else self.top_logprobs) if self.logprobs else None,
-        )
-        return self.build_request(request_id, frontend, prompt, params)
+        own = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if self.max_completion_tokens is not None:
+            own["max_tokens"] = self.max_completion_tokens
+        return self.build_request(request_id, frontend, prompt, default_max_tokens=None, **own)
 
 
 class CompletionsBody(_SamplingBody):
@@ -131,8 +120,9 @@ class CompletionsBody(_SamplingBody):
 
     def to_request(self, request_id: str, frontend: ModelFrontend) -> Request:
         """Errors: InvalidRequestError."""
-        params = self.sampling_params(frontend, default_max_tokens=16, logprobs=self.logprobs)
-        return self.build_request(request_id, frontend, self._one_prompt(), params)
+        return self.build_request(
+            request_id, frontend, self._one_prompt(), default_max_tokens=16, logprobs=self.logprobs
+        )
 
     def _one_prompt(self) -> str | Sequence[int]:
         """A list of one text or of one list of ids means its only member."""
@@ -163,9 +153,10 @@ def parse_body(url: str, body: Mapping[str, Any]) -> ChatBody | CompletionsBody:
     Errors: InvalidRequestError naming the parameter.
     """
     cls = ENDPOINTS[url]
+    legal = cls.model_fields.keys() | _PARAMETERS
     for name, value in body.items():
-        if name not in cls.model_fields and name not in _NO_EFFECT and value is not None:
-            _check_unsupported(cls, name, value)
+        if name not in legal and name not in _NO_EFFECT and value is not None:
+            _check_unsupported(legal, name, value)
     try:
         return cls.model_validate(dict(body))
     except ValidationError as error:
@@ -184,9 +175,9 @@ def check_model(body: Body, frontend: ModelFrontend) -> None:
         )
 
 
-def _check_unsupported(cls: type[BaseModel], name: str, value: object) -> None:
+def _check_unsupported(legal: Iterable[str], name: str, value: object) -> None:
     if name not in _NEUTRAL:
-        close = get_close_matches(name, cls.model_fields, n=1)
+        close = get_close_matches(name, list(legal), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise InvalidRequestError(f"parameter {name} is unknown{hint}", field=name)
     # type() keeps true from passing for 1

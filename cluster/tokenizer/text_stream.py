@@ -41,6 +41,8 @@ class TextStream:
 
     @classmethod
     def of(cls, params: SamplingParams, tokenizer: tokenizers.Tokenizer) -> "TextStream":
+        if not params.detokenize:
+            return _NoText(tokenizer)
         return cls(
             tokenizer,
             stop=params.stop,
@@ -100,3 +102,12 @@ class TextStream:
                     first = start
                     break
         return first
+
+
+class _NoText(TextStream):
+    """Of a request that wants token ids alone."""
+
+    __slots__ = ()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""

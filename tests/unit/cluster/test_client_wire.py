@@ -8,36 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.sampling_params import SamplingParams
+from actors.sampling_params import PARAMETERS, SamplingParams, Wire
 from cluster.client import wire
 from cluster.errors import error_classes
 from cluster.gateway import parameters
 from cluster.gateway.statuses import to_status
 from kernels_integration.errors import InvalidRequestError, LatentrayError, UnavailableError
 
-params_strategy = st.builds(
-    SamplingParams,
-    temperature=st.integers(0, 1000).map(lambda n: n / 100),
-    top_k=st.sampled_from([0, 1, 50, 2**31]),
-    top_p=st.integers(1, 1000).map(lambda n: n / 1000),
-    min_p=st.integers(0, 1000).map(lambda n: n / 1000),
-    seed=st.none() | st.integers(-(2**31), 2**31 - 1),
-    max_tokens=st.none() | st.integers(1, 2**31),
-    stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
-    stop_token_ids=st.lists(st.integers(0, 6143), max_size=3).map(tuple),
-    ignore_eos=st.booleans(),
-    logprobs=st.none() | st.integers(-1, 20),
-    prompt_logprobs=st.none() | st.integers(-1, 20),
-    n=st.integers(1, 128),
-    presence_penalty=st.integers(-20, 20).map(lambda n: n / 10),
-    frequency_penalty=st.integers(-20, 20).map(lambda n: n / 10),
-    repetition_penalty=st.integers(1, 30).map(lambda n: n / 10),
-    logit_bias=st.none()
+STRATEGIES = {
+    "temperature": st.integers(0, 1000).map(lambda n: n / 100),
+    "top_k": st.sampled_from([0, 1, 50, 2**31]),
+    "top_p": st.integers(1, 1000).map(lambda n: n / 1000),
+    "min_p": st.integers(0, 1000).map(lambda n: n / 1000),
+    "seed": st.none() | st.integers(-(2**31), 2**31 - 1),
+    "max_tokens": st.none() | st.integers(1, 2**31),
+    "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
+    "stop_token_ids": st.lists(st.integers(0, 6143), max_size=3).map(tuple),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.none() | st.integers(-1, 20),
+    "prompt_logprobs": st.none() | st.integers(-1, 20),
+    "n": st.integers(1, 128),
+    "presence_penalty": st.integers(-20, 20).map(lambda n: n / 10),
+    "frequency_penalty": st.integers(-20, 20).map(lambda n: n / 10),
+    "repetition_penalty": st.integers(1, 30).map(lambda n: n / 10),
+    "logit_bias": st.none()
     | st.dictionaries(st.integers(0, 6143), st.integers(-1000, 1000).map(lambda n: n / 10), min_size=1),
-    min_tokens=st.just(0) | st.just(1),
-    include_stop_str_in_output=st.booleans(),
-    skip_special_tokens=st.booleans(),
-)
+    "min_tokens": st.just(0) | st.just(1),
+    "include_stop_str_in_output": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+}
+WIRED = frozenset(name for name, row in PARAMETERS.items() if row.wire in (Wire.FIELD, Wire.ZERO_IS_UNSET))
 
 
 class Failure(grpc.RpcError):
@@ -49,10 +49,14 @@ class Failure(grpc.RpcError):
         self.trailing_metadata = lambda: trailing
 
 
-@given(params_strategy)
+@given(st.builds(SamplingParams, **STRATEGIES))
 def test_parameters_survive_the_wire(params):
     request = wire.generate_request("r", [1, 2], params, stream=True)
     assert parameters.sampling_params(request.sampling_params) == params
+
+
+def test_every_parameter_of_the_wire_is_tried_above():
+    assert STRATEGIES.keys() == WIRED
 
 
 def test_a_prompt_is_text_or_ids():

@@ -198,3 +198,41 @@ def test_a_template_of_the_user_takes_the_place_of_the_checkpoints(checkpoint: P
         [{"role": "user", "content": "Hi"}], tools=[{}, {}], chat_template_kwargs={"mood": "!"}
     )
     assert frontend.tokenizer.decode(ids) == "Hi!2"
+
+
+def test_a_completion_that_is_asked_for_must_fit(frontend: ModelFrontend) -> None:
+    prompt = [3] * 20  # of 32
+    for asked in (12, None):
+        assert (
+            frontend.build_request("r", prompt, SamplingParams(max_tokens=asked)).params.max_tokens == asked
+        )
+    with pytest.raises(
+        InvalidRequestError, match=r"max_tokens is 13; .* 20 tokens.*use at most 12"
+    ) as caught:
+        frontend.build_request("r", prompt, SamplingParams(max_tokens=13))
+    assert caught.value.field == "max_tokens"
+    with pytest.raises(InvalidRequestError, match=r"min_tokens is 13; .*use at most 12"):
+        frontend.build_request("r", prompt, SamplingParams(max_tokens=None, min_tokens=13))
+
+
+def test_a_default_length_is_as_much_of_it_as_fits(frontend: ModelFrontend) -> None:
+    for num_prompt, expected in ((10, 16), (16, 16), (20, 12), (31, 1)):
+        prompt = [3] * num_prompt
+        assert frontend.build_request("r", prompt).params.max_tokens == expected
+        params = SamplingParams(max_tokens=None)
+        assert (
+            frontend.build_request("r", prompt, params, default_max_tokens=16).params.max_tokens == expected
+        )
+    with pytest.raises(InvalidRequestError, match=r"min_tokens is 14; .*at most max_tokens 12"):
+        frontend.build_request(
+            "r", [3] * 10, SamplingParams(max_tokens=None, min_tokens=14), default_max_tokens=12
+        )
+
+
+def test_a_prompt_s_length_is_compared_before_its_ids_are_looked_at(frontend: ModelFrontend) -> None:
+    class Ids(list):
+        def __iter__(self):
+            raise AssertionError("an id was looked at before the length")
+
+    with pytest.raises(InvalidRequestError, match="prompt has 1000 tokens"):
+        frontend.build_request("r", Ids([3] * 1000))

@@ -87,6 +87,8 @@ def test_defaults_are_the_checkpoints_and_openais(frontend: ModelFrontend) -> No
     text = parse_body(COMPLETIONS, {"prompt": "Hi", "logprobs": 0}).to_request("r", frontend)
     assert (text.params.max_tokens, text.params.logprobs) == (16, 0)
     assert text.prompt_token_ids == tuple(frontend.tokenizer.encode("Hi"))
+    nearly_full = parse_body(COMPLETIONS, {"prompt": [3] * 60}).to_request("r", frontend)
+    assert nearly_full.params.max_tokens == 4
 
 
 @pytest.mark.parametrize("prompt", [[3, 4], [[3, 4]]])
@@ -130,6 +132,10 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
         (CHAT, {"stop": 5}, "stop", "stop is 5"),
         (CHAT, {"ignore_eos": "yes"}, "ignore_eos", "ignore_eos is 'yes'"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        (CHAT, {"max_tokens": 64}, "max_tokens", "max_tokens is 64; the prompt has"),
+        (CHAT, {"max_completion_tokens": 64}, "max_tokens", "max_tokens is 64; the prompt has"),
+        (COMPLETIONS, {"max_tokens": 64}, "max_tokens", "max_tokens is 64; the prompt has"),
+        (COMPLETIONS, {"detokenize": False}, "detokenize", "parameter detokenize is unknown"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt", "holds 2 prompts"),
         (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "must be text or a list of token ids"),
         (COMPLETIONS, {"prompt": ""}, "prompt", "prompt is empty"),

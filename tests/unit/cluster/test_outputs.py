@@ -73,3 +73,14 @@ def test_zero_logprobs_hold_the_token_alone(frontend: ModelFrontend) -> None:
     builder = OutputBuilder(frontend.build_request("7", "Hi", SamplingParams(logprobs=0)), frontend)
     builder.push(update((301,), logprobs=(TokenLogprob(token_id=301, logprob=-0.5),)))
     assert [list(entry) for entry in builder.output().outputs[0].logprobs or []] == [[301]]
+
+
+def test_without_detokenize_there_are_ids_alone(frontend: ModelFrontend) -> None:
+    request = frontend.build_request("7", "Hi", SamplingParams(detokenize=False, logprobs=0))
+    builder = OutputBuilder(request, frontend)
+    entry = TokenLogprob(token_id=301, logprob=-0.5)
+    assert builder.push(update((301,), logprobs=(entry,), finish_reason="length")) == ""
+    completion = builder.output().outputs[0]
+    assert (completion.text, completion.token_ids) == ("", [301])
+    assert completion.logprobs is not None
+    assert completion.logprobs[0][301].decoded_token is None

@@ -19,8 +19,8 @@ SPECS = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.75, -1.5]),
     frequency_penalty=st.sampled_from([0.0, 0.5, -0.25]),
     repetition_penalty=st.sampled_from([1.0, 1.25, 0.5]),
-    logit_bias=st.dictionaries(TOKENS, st.sampled_from([-100.0, -0.5, 2.0])).map(lambda d: tuple(d.items())),
-    allowed_token_ids=st.one_of(st.just(()), st.lists(TOKENS, min_size=1).map(tuple)),
+    logit_bias=st.none() | st.dictionaries(TOKENS, st.sampled_from([-100.0, -0.5, 2.0])),
+    allowed_token_ids=st.none() | st.lists(TOKENS, min_size=1).map(tuple),
     bad_words=WORDS,
     min_tokens=st.integers(0, 6),
     end_token_ids=st.lists(TOKENS, max_size=2, unique=True).map(tuple),
@@ -29,11 +29,11 @@ SPECS = st.builds(
 
 def rules_of(spec: SamplingSpec) -> dict:
     return {
-        "allowed_token_ids": spec.allowed_token_ids or None,
+        "allowed_token_ids": spec.allowed_token_ids,
         "bad_words": spec.bad_words,
         "min_tokens": spec.min_tokens,
         "end_token_ids": spec.end_token_ids,
-        "logit_bias": dict(spec.logit_bias),
+        "logit_bias": spec.logit_bias,
         "repetition_penalty": spec.repetition_penalty,
         "frequency_penalty": spec.frequency_penalty,
         "presence_penalty": spec.presence_penalty,
@@ -108,7 +108,7 @@ def test_requests_without_rules_cost_nothing():
     rules.admit(admission(0, SamplingSpec(temperature=0.5, top_k=3, min_tokens=0), [1, 2], 1))
     rules.append(0, np.array([3], np.int32))
     assert rules.gather(np.array([0]), np.array([3]), None) is None
-    rules.admit(admission(1, SamplingSpec(logit_bias=((3, 1.0),)), [], 1))
+    rules.admit(admission(1, SamplingSpec(logit_bias={3: 1.0}), [], 1))
     assert rules.gather(np.array([0]), np.array([3]), None) is None
     assert rules.gather(np.array([0, 1]), np.array([3, 4]), None).biased.row.tolist() == [1]
 
@@ -121,7 +121,7 @@ def test_minus_infinity_stays(dtype):
         presence_penalty=-2.0,
         frequency_penalty=-2.0,
         repetition_penalty=0.5,
-        logit_bias=((2, 100.0),),
+        logit_bias={2: 100.0},
         bad_words=((2,),),
     )
     rules.admit(admission(0, spec, [0, 3, 3], 1))
