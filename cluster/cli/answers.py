@@ -1,14 +1,22 @@
 """Answers for `latentray generate`, from an engine of this process or from a server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-from actors.requests import FinishReason, Request, RequestFailed
+from actors.requests import FinishReason, Request, RequestFailed, TokenLogprob
 from actors.sampling_params import SamplingParams
 from cluster.answering.engine import Engine
 from cluster.errors import from_code
 from cluster.frontend.front_end import ModelFrontend
-from cluster.outputs import OutputBuilder
+from cluster.outputs import Logprob, OutputBuilder
+
+if TYPE_CHECKING:
+    from cluster.client.results import Piece
+
+
+Logprobs: TypeAlias = dict[int, float]
+"""Token id -> log probability; the token itself first, then the best ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +31,10 @@ class Answer:
     num_prompt_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    logprobs: list[Logprobs] | None = None
+    """Of each token of the completion and the best alternatives, when asked for."""
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """The same of the prompt's tokens; the first has none."""
 
 
 Show = Callable[[int, str, Answer | None], None]
@@ -60,7 +72,17 @@ def _answer(builder: OutputBuilder) -> Answer:
         num_prompt_tokens=len(output.prompt_token_ids),
         num_draft_tokens=output.num_draft_tokens,
         num_accepted_tokens=output.num_accepted_tokens,
+        logprobs=None if completion.logprobs is None else [_values(entry) for entry in completion.logprobs],
+        prompt_logprobs=(
+            None
+            if output.prompt_logprobs is None
+            else [None if entry is None else _values(entry) for entry in output.prompt_logprobs]
+        ),
     )
+
+
+def _values(alternatives: Mapping[int, Logprob]) -> Logprobs:
+    return {token_id: entry.logprob for token_id, entry in alternatives.items()}
 
 
 def frontend_of_server(target: str) -> ModelFrontend:
@@ -80,31 +102,41 @@ def frontend_of_server(target: str) -> ModelFrontend:
 
 
 def ask_server(
-    target: str, prompts: Sequence[str | Sequence[int]], params: SamplingParams, show: Show
+    target: str, questions: Sequence[tuple[str | Sequence[int], SamplingParams]], show: Show
 ) -> None:
-    """One prompt after the other. Errors: what the server answers with."""
+    """One prompt after the other, each with its parameters. Errors: what the server answers with."""
     from cluster.client import Client
 
     with Client(target) as client:
-        for prompt_index, prompt in enumerate(prompts):
-            pieces: list[list[str]] = [[] for _ in range(params.n)]
-            token_ids: list[list[int]] = [[] for _ in range(params.n)]
+        for prompt_index, (prompt, params) in enumerate(questions):
+            pieces: list[list[Piece]] = [[] for _ in range(params.n)]
             for piece in client.generate(prompt, params):
-                choice, index = piece.index, prompt_index * params.n + piece.index
-                pieces[choice].append(piece.text)
-                token_ids[choice].extend(piece.token_ids)
-                if piece.finish_reason is None:
-                    show(index, piece.text, None)
-                    continue
-                usage = piece.usage
-                answer = Answer(
-                    text="".join(pieces[choice]),
-                    token_ids=token_ids[choice],
-                    finish_reason=piece.finish_reason,
-                    stop_reason=piece.matched_stop,
-                    seed=piece.seed,
-                    num_prompt_tokens=usage.prompt_tokens if usage else 0,
-                    num_draft_tokens=usage.draft_tokens if usage else 0,
-                    num_accepted_tokens=usage.accepted_tokens if usage else 0,
-                )
-                show(index, piece.text, answer)
+                pieces[piece.index].append(piece)
+                answer = None if piece.finish_reason is None else _answer_of(pieces[piece.index], params)
+                show(prompt_index * params.n + piece.index, piece.text, answer)
+
+
+def _answer_of(pieces: Sequence["Piece"], params: SamplingParams) -> Answer:
+    last = pieces[-1]
+    usage = last.usage
+    prompt_logprobs = [_own_first(entry) for piece in pieces for entry in piece.prompt_logprobs]
+    return Answer(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        finish_reason=last.finish_reason,
+        stop_reason=last.matched_stop,
+        seed=last.seed,
+        num_prompt_tokens=usage.prompt_tokens if usage else 0,
+        num_draft_tokens=usage.draft_tokens if usage else 0,
+        num_accepted_tokens=usage.accepted_tokens if usage else 0,
+        logprobs=(
+            None
+            if params.logprobs is None
+            else [_own_first(entry) for piece in pieces for entry in piece.logprobs]
+        ),
+        prompt_logprobs=[None, *prompt_logprobs] if prompt_logprobs else None,
+    )
+
+
+def _own_first(entry: TokenLogprob) -> Logprobs:
+    return {entry.token_id: entry.logprob} | dict(entry.top)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster import __version__
 from cluster.cli import main
-from cluster.cli.generate import _Printer
+from cluster.cli.answer_printer import AnswerPrinter
 from cluster.cli.progress_line import ProgressLine
 from cluster.config import EngineArgs, ServeArgs
 from cluster.config.sources import flag_name, setting_of
@@ -107,7 +107,13 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["config", "show", "-tp", "x"], "--tensor-parallel-size is 'x'; it must be a whole number >= 1"),
         (["serve", "--model", "/nope"], "no such model path: /nope"),
         (["generate", "x", "--temperature", "-1"], "temperature is -1.0"),
-        (["generate", "x", "--temperature", "warm"], "--temperature"),
+        (["generate", "x", "--temperature", "warm"], "temperature is 'warm'; it must be a number from 0"),
+        (["generate", "x", "--top-k", "5.5"], "top_k is '5.5'; it must be a whole number"),
+        (["generate", "x", "--stop-token-ids", "1,b"], "stop_token_ids is '1,b'; it must be"),
+        (["generate", "x", "--allowed-token-ids", "6144"], "allowed_token_ids holds 6144"),
+        (["generate", "x", "--logit-bias", "{"], "logit_bias is '{'; it must be an object"),
+        (["generate", "x", "--logprobs", "2"], "--logprobs would not be shown; pass --json too"),
+        (["generate", "x", "--max-tokens", "99999999"], "max_tokens is 99999999; the prompt has"),
         (["generate", ""], "prompt is empty"),
         (["generate", "x", "--executor", "cloud"], "executor is 'cloud'; it must be one of ray, inline"),
         (
@@ -189,7 +195,7 @@ def test_doctor_knows_the_dependencies() -> None:
 
 def test_answers_are_printed_in_order_while_they_come(capsys: pytest.CaptureFixture[str]) -> None:
     done: Any = object()
-    printer = _Printer(separated=True)
+    printer = AnswerPrinter(separated=True)
     printer(1, "second ", None)
     printer(0, "first ", None)
     assert capsys.readouterr().out == "first "

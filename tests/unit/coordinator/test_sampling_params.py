@@ -188,7 +188,4 @@ def test_a_parameter_is_spelled_where_it_is_declared_and_where_it_is_used() -> N
     root = Path(actors.__file__).parents[1]
     files = [*root.glob("actors/**/*.py"), *root.glob("cluster/**/*.py")]
     found = {str(file.relative_to(root)) for file in files if "min_p" in file.read_text(encoding="utf-8")}
-    assert {file for file in found if not file.startswith("actors/shard/")} == {
-        "actors/sampling_params.py",
-        "cluster/cli/generate.py",
-    }
+    assert {file for file in found if not file.startswith("actors/shard/")} == {"actors/sampling_params.py"}
