@@ -5,7 +5,6 @@ other; its words, where it has any, say what is wrong in place of the value. Siz
 refusing costs nothing. `from_flag` reads a flag's text; what it cannot read is returned, to be refused.
 """
 
-import ctypes
 import json
 import math
 from collections.abc import Iterable, Mapping, Sized
@@ -47,7 +46,7 @@ class Kind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A finite number from `low` to `high`, checked in float32 too: so the shards compute with it."""
+    """A finite number from `low` to `high`."""
 
     low: float
     high: float
@@ -68,7 +67,7 @@ class Number:
     def accept(self, value: Any) -> float:
         if not is_whole(value) and not (isinstance(value, float) and math.isfinite(value)):
             raise ValueError
-        if not self.low <= value <= self.high or (self.above_low and ctypes.c_float(value).value <= self.low):
+        if not self.low <= value <= self.high or (self.above_low and value == self.low):
             raise ValueError
         return value  # type: ignore[no-any-return]
 

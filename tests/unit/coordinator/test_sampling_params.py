@@ -42,7 +42,6 @@ from kernels_integration.errors import MAX_SHOWN, InvalidRequestError, shown
         ("repetition_penalty", 1e-40),
         ("repetition_penalty", 0.0099),
         ("repetition_penalty", float("nan")),
-        ("top_p", 1e-46),  # 0 in float32, in which shards compute
         ("top_p", 0),
         ("detokenize", None),
         ("logit_bias", [1]),
