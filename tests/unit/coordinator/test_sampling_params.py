@@ -1,6 +1,7 @@
 """What a request may ask for: the edges of each parameter, and the words that refuse what lies beyond."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,5 +187,6 @@ def test_a_parameter_is_spelled_where_it_is_declared_and_where_it_is_used() -> N
     """min_p, which only shards use: adding one like it touches the declaration and the shards' code."""
     root = Path(actors.__file__).parents[1]
     files = [*root.glob("actors/**/*.py"), *root.glob("cluster/**/*.py")]
-    found = {str(file.relative_to(root)) for file in files if "min_p" in file.read_text(encoding="utf-8")}
+    word = re.compile(r"\bmin_p\b")
+    found = {str(file.relative_to(root)) for file in files if word.search(file.read_text(encoding="utf-8"))}
     assert {file for file in found if not file.startswith("actors/shard/")} == {"actors/sampling_params.py"}
