@@ -102,7 +102,7 @@ def save_checkpoint(params: Mapping[str, Tensor], config: TinyConfig, folder: Pa
 
 def read_weight_map(folder: Path) -> dict[str, str]:
     """File of each tensor."""
-    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    index: dict[str, dict[str, str]] = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
     return index["weight_map"]
 
 

@@ -131,7 +131,7 @@ def layer_weights(params: Mapping[str, Tensor], config: TinyConfig) -> list[Laye
         layer = under(f"model.layers.{i}.")
         attention, mlp = under(f"model.layers.{i}.self_attn."), under(f"model.layers.{i}.mlp.")
         attention["ln"], mlp["ln"] = layer["input_layernorm"], layer["post_attention_layernorm"]
-        mtp = {
+        mtp: dict[str, Tensor] = {
             name: layer[name] for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm") if name in layer
         }
         layers.append(LayerWeights(attention, mlp, mtp))

@@ -13,8 +13,8 @@ import torch
 
 from actors.coordinator.draft_policy import StaticDrafts
 from actors.inline_group import InlineGroup
+from actors.messages import PENDING_CAPACITY
 from actors.model.config import ModelConfig
-from actors.shard.shard import PENDING_CAPACITY
 from recipes.tiny_dsa.to_glm import convert
 from tests.support.groups import TINY_DSA, group_config, request, run, text_prompts
 from tests.support.naive_model import NaiveModel

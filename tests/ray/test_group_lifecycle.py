@@ -103,7 +103,9 @@ async def test_two_groups_share_a_local_cluster_until_the_last_ends() -> None:
 def test_stop_leaves_no_process_no_file_and_no_memory() -> None:
     with launch_group(group_config(2, 2), address="local") as handle:
         pids = handle.process_ids()
-        folder = ray._private.worker._global_node.get_temp_dir_path()
+        node = ray._private.worker._global_node
+        assert node is not None
+        folder = node.get_temp_dir_path()
         assert Path(folder).name.startswith("latentray-")
         assert len(processes_with(folder)) > 3
         mapped = Path(f"/proc/{pids['shard 0']}/maps").read_text()

@@ -90,8 +90,8 @@ def run_ranks(tp: int, dcp: int, interleave: int, work: Callable[[Collectives, D
             results[rank] = work(members[rank], DcpGroup(interleave, dcp_members[rank]))
         except BaseException as error:
             failures.append(error)
-            members[rank].abort(str(error))
-            dcp_members[rank].abort(str(error))
+            members[rank].close()  # its peers would wait for it
+            dcp_members[rank].close()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(tp)]
     for thread in threads:

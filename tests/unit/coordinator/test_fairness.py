@@ -5,11 +5,6 @@ from tests.support.fake_group import Group, group_config, request
 from tests.support.fake_shard import anti_oracle, stream
 
 
-def first_token_step(group: Group, request_id: str) -> int:
-    """Number of the step whose report brought the request's first token."""
-    return group.first_steps[request_id]
-
-
 class TimedGroup(Group):
     """Remembers in which step a request's first token came."""
 
@@ -23,6 +18,11 @@ class TimedGroup(Group):
         super().report()
         for update in self.updates[seen:]:
             self.first_steps.setdefault(update.request_id, step)
+
+
+def first_token_step(group: TimedGroup, request_id: str) -> int:
+    """Number of the step whose report brought the request's first token."""
+    return group.first_steps[request_id]
 
 
 def test_a_long_prompt_does_not_starve_short_ones() -> None:

@@ -54,11 +54,11 @@ def test_tensors_and_ints_agree(num_tokens, W, S):
     for x in (positions, positions.int()):
         for function in (owner, local_index):
             assert function(x, W, S).tolist() == [function(g, W, S) for g in range(num_tokens)]
-        for function in (global_position, local_length):
+        for of_rank in (global_position, local_length):
             for r in range(W):
-                values = function(x, r, W, S)
+                values = of_rank(x, r, W, S)
                 assert values.dtype == x.dtype
-                assert values.tolist() == [function(g, r, W, S) for g in range(num_tokens)]
+                assert values.tolist() == [of_rank(g, r, W, S) for g in range(num_tokens)]
 
 
 def count_from_the_end(num_tokens: int, row: int, num_rows: int, r: int, W: int, S: int) -> int:

@@ -84,11 +84,13 @@ def test_any_batch_writes_the_same_bytes(checkpoint, expected, steps) -> None:
 @pytest.mark.parametrize("topology", [(2, 1, 1), (2, 2, 1), (4, 4, 4)])
 def test_any_topology_writes_the_same_bytes(checkpoint, expected, topology) -> None:
     """Under DCP each rank holds its own positions; together they hold all of them, once."""
+    tp_size, dcp_size, interleave = topology
     parts = run_ranks(
-        *topology,
+        tp_size,
+        dcp_size,
+        interleave,
         lambda tp, dcp: written(rank_of(checkpoint, tp=tp, dcp=dcp), STEPS["beside others"]),
     )
-    _, dcp_size, _ = topology
     assert sum(len(part) for part in parts[:dcp_size]) == LENGTH
     for part in parts:
         assert part == {position: expected[position] for position in part}

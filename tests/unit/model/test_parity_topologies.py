@@ -99,10 +99,12 @@ def test_float32_equals_transformers(tiny_dsa, reference, prompts, topology):
     theirs, num_decided = reference.logits(ids)
     assert num_decided >= 250
 
+    tp_size, dcp_size, interleave = topology
+
     def logits(tp, dcp):
         rank = Rank(tiny_dsa, tp=tp, dcp=dcp)
         chunks = [(0, 64), (64, 1), (65, 200), (265, 45)]
         return torch.cat([rank.logits([Chunk(0, at, n)], ids[at : at + n]) for at, n in chunks])
 
-    ours = torch.cat(run_ranks(*topology, logits), dim=-1)
+    ours = torch.cat(run_ranks(tp_size, dcp_size, interleave, logits), dim=-1)
     assert (ours - theirs)[:num_decided].abs().max() <= 1e-4
