@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_model = build.load_model
+    load_model = vars(build)["load_model"]
 
     def poisoning(*args: Any, **kwargs: Any) -> Any:
         model = load_model(*args, **kwargs)

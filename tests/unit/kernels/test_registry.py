@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ CUDA = dataclasses.replace(CPU, device="cuda")
 
 def install(monkeypatch, name, refusal):
     """A backend module that answers with `refusal(needs)`."""
-    module = types.ModuleType(f"fake_{name}")
+    module: Any = types.ModuleType(f"fake_{name}")
     module.refusal = refusal
     module.create = lambda needs: (name, needs)
     monkeypatch.setitem(sys.modules, module.__name__, module)
