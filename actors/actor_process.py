@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 
+from actors.logs import LogSettings, start_logging
 from actors.transport.network import free_port
 
 
@@ -25,6 +26,10 @@ class ActorProcess:
 
     def node(self) -> Node:
         return Node(node_id=ray.get_runtime_context().get_node_id(), ip=ray.util.get_node_ip_address())
+
+    def start_logging(self, settings: LogSettings, name: str) -> None:
+        """Log to a file of this name from now on."""
+        start_logging(settings, name)
 
     def free_port(self) -> int:
         """A TCP port of this node's address that nobody listens on now."""

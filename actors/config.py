@@ -60,6 +60,9 @@ class GroupConfig:
     """While a step runs longer the group is not healthy."""
     trace: bool = False
     """Record where the time of steps goes, on the coordinator and on every shard."""
+    log_level: str = "info"
+    log_dir: str | None = None
+    """Of the processes' log files; None: the state folder of each node's user (actors.logs)."""
 
     @property
     def tokens_per_block(self) -> int:

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,11 @@ def _not_in_sample(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
 def _commit() -> str:
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return found.stdout.strip() or "0"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _logs_in_a_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers and engines that tests start log under the user's state folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.engine_flags import with_settings
+from cluster.cli.log_follower import LogFollower
 from cluster.cli.progress_line import ProgressLine
 from cluster.config import ServeArgs, Settings
 from kernels_integration.errors import UnavailableError
@@ -47,10 +48,14 @@ def serve(
         )
         if server.metrics_port is not None:
             typer.echo(f"latentray: metrics at http://{settings.args.host}:{server.metrics_port}/metrics")
+        if server.log_folder is not None:
+            typer.echo(f"latentray: logs in {server.log_folder}")
         sys.stdout.flush()
+        logs = LogFollower(server.log_folder, sys.stderr)
         stop = _stop_on_signals()
         failure: str | None = None
         while not stop.wait(0.5):
+            logs.poll()
             if failure is None and (failure := server.failure) is not None:
                 print(f"latentray: not serving: {failure}", file=sys.stderr)
             if failure is not None and not server.is_reachable:
@@ -58,6 +63,7 @@ def serve(
         if failure is None:
             print("latentray: stopping", file=sys.stderr)
         server.stop(drain_s=drain_timeout)
+        logs.poll()
     if failure is not None:
         raise UnavailableError(failure)
 

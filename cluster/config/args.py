@@ -331,6 +331,28 @@ class EngineArgs(BaseModel):
         ),
         Setting(rule="a file that can be written", group="Observation", metavar="FILE", shown_default="none"),
     ] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Field(description="What is logged at least. info: a line for each request, and statistics."),
+        Setting(
+            rule="debug, info, warning or error",
+            group="Observation",
+            metavar="{debug,info,warning,error}",
+        ),
+    ] = "info"
+    log_dir: Annotated[
+        str | None,
+        BeforeValidator(lambda value: str(value) if isinstance(value, PathLike) else value),
+        Field(
+            min_length=1, description="Folder that gets a folder of log files for each run, on every node."
+        ),
+        Setting(
+            rule="a folder",
+            group="Observation",
+            metavar="DIR",
+            shown_default="latentray/logs in XDG_STATE_HOME or ~/.local/state",
+        ),
+    ] = None
 
     step_timeout: Annotated[
         Seconds,

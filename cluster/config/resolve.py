@@ -3,6 +3,7 @@
 What depends on the checkpoint is read here, and what ties settings to each other is checked here.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def resolve(args: EngineArgs) -> GroupConfig:
         heartbeat_timeout_s=args.heartbeat_timeout,
         step_timeout_s=args.step_timeout,
         trace=args.trace is not None,
+        log_level=args.log_level,
+        log_dir=None if args.log_dir is None else os.path.abspath(args.log_dir),
     )
 
 

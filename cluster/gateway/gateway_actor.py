@@ -1,10 +1,12 @@
 """A gateway under Ray's supervision: arguments, start, stop. The work is GatewayServer's."""
 
 import asyncio
+from pathlib import Path
 
 import ray
 
 from actors.config import GroupConfig
+from actors.logs import LogSettings, start_logging
 from cluster.answering.group_client import GroupClient
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.server import GatewayServer
@@ -22,7 +24,9 @@ class GatewayActor:
         port: int,
         max_message_bytes: int,
         metrics_port: int | None = None,
+        logs: LogSettings | None = None,
     ) -> None:
+        self._log_folder = None if logs is None else start_logging(logs, "gateway")
         self._config = config
         self._request_address = request_address
         self._host = host
@@ -53,6 +57,10 @@ class GatewayActor:
     async def metrics_port(self) -> int | None:
         """Where Prometheus metrics are served; None: nowhere."""
         return self._server.metrics_port if self._server is not None else None
+
+    async def log_folder(self) -> Path | None:
+        """Where this process logs; None: nowhere."""
+        return self._log_folder
 
     async def wait_lost(self) -> None:
         """Never returns: its call fails when this process dies."""

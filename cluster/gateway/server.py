@@ -16,6 +16,7 @@ from cluster.gateway.health import GroupHealth
 from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from cluster.gateway.reflection import add_reflection
 from cluster.gateway.servicer import SERVICE_NAME, VllmEngineServicer
+from cluster.gateway.stats_log import log_stats
 from kernels_integration.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class GatewayServer:
         self._host = host
         self.port = port
         """0 until start() has taken a free one."""
+        self._group = group
         self._health = GroupHealth(group, (SERVICE_NAME,))
         self._servicer = VllmEngineServicer(
             frontend=frontend,
@@ -55,7 +57,7 @@ class GatewayServer:
         """Of Prometheus metrics; 0 until start() has taken a free one; None: not served."""
         self._metrics_server: MetricsServer | None = None
         self._server: aio.Server | None = None
-        self._sampling: asyncio.Task[None] | None = None
+        self._beside: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
 
     @property
@@ -82,7 +84,8 @@ class GatewayServer:
             self.metrics_port = await self._metrics_server.start(self._host, self.metrics_port)
         await server.start()
         self._server = server
-        self._sampling = asyncio.create_task(self._servicer.loads.sample_group())
+        beside = (self._servicer.loads.sample_group(), log_stats(self._group))
+        self._beside = [asyncio.create_task(work) for work in beside]
 
     async def wait(self) -> None:
         """Until the server has stopped."""
@@ -101,8 +104,8 @@ class GatewayServer:
         except TimeoutError:
             live.end_all(UnavailableError(f"the server stopped after draining for {drain_s:g} s; ask again"))
             await live.wait_until_empty()
-        if self._sampling is not None:
-            self._sampling.cancel()
+        for task in self._beside:
+            task.cancel()
         await server.stop(_CLOSE_GRACE_S)
         if self._metrics_server is not None:
             await self._metrics_server.stop()

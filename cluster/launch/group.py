@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.actor_process import Node
 from actors.config import GroupConfig
 from actors.coordinator_actor import CoordinatorActor
+from actors.logs import LogSettings, check_writable, new_run
 from actors.model_location import to_local, to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import ShardSpec
@@ -52,6 +53,8 @@ def launch_group(
     Errors: ClusterTooSmallError, UnavailableError, and what the shards raise while loading
     (CheckpointError, ConfigError). Nothing is left behind after an error.
     """
+    if config.log_dir is not None:
+        check_writable(config.log_dir)
     bundles = placement.bundles_of(config.tensor_parallel_size)
     with _ticking(progress, "Ray to start" if address is None else f"the Ray cluster at {address}"):
         session = RaySession(address)
@@ -85,6 +88,12 @@ class GroupHandle:
     def collectives(self) -> str:
         """How the shards talk: solo, shared_memory or gloo."""
         return self._group.collectives
+
+    @property
+    def logs(self) -> LogSettings:
+        """Where the actors log, each in a file of its name, on their nodes."""
+        assert self._group.logs is not None, "it has started"
+        return self._group.logs
 
     @property
     def failure(self) -> str | None:
@@ -150,6 +159,7 @@ class _Group:
         self.collectives = "solo"
         self.failure: str | None = None
         self.members: list[_Member] = []
+        self.logs: LogSettings | None = None
         self._session = session
         self._placement_group: PlacementGroup | None = None
         self._actors: list[Any] = []
@@ -185,6 +195,9 @@ class _Group:
             for rank, index in enumerate(order)
         ]
         self.members = [coordinator, *shards]
+        self.logs = LogSettings(run=new_run(), level=config.log_level, parent=config.log_dir)
+        for member in self.members:
+            member.ask("start_logging", self.logs, member.name)
         host = "127.0.0.1" if self._session.is_local else coordinator_node.ip
         [(step_address, self.request_address)] = _wait(
             [coordinator.actor.open.remote(config, host, _EPOCH)], "the coordinator to listen", progress

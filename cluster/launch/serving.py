@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,12 +36,15 @@ class RunningServer:
         config: GroupConfig,
         trace_file: TraceFile | None,
         metrics_port: int | None,
+        log_folder: Path | None,
     ) -> None:
         self.group = group
         self.address = address
         self.config = config
         self.metrics_port = metrics_port
         """Of Prometheus metrics; None: not served."""
+        self.log_folder = log_folder
+        """With a file for each process of this node; None where there could be none."""
         self._gateway = gateway
         self._gateway_lost = gateway.wait_lost.remote()
         self._trace_file = trace_file
@@ -103,14 +107,21 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
                 ray.get_runtime_context().get_node_id(), soft=False
             )
         ).remote(
-            config, group.request_address, args.host, args.port, args.max_message_size, args.metrics_port
+            config,
+            group.request_address,
+            args.host,
+            args.port,
+            args.max_message_size,
+            args.metrics_port,
+            group.logs,
         )
         address = _started(gateway, progress)
     except BaseException:
         group.stop()
         raise
     metrics_port = None if args.metrics_port is None else ray.get(gateway.metrics_port.remote())
-    return RunningServer(group, gateway, address, config, trace_file, metrics_port)
+    log_folder = ray.get(gateway.log_folder.remote())
+    return RunningServer(group, gateway, address, config, trace_file, metrics_port, log_folder)
 
 
 def _started(gateway: Any, progress: Callable[[str], None]) -> str:

@@ -108,6 +108,21 @@ def test_the_port_is_taken(served: Served) -> None:
     assert f"port {port} of 127.0.0.1 is in use" in done.stderr
 
 
+def test_what_was_served_can_be_read_in_the_logs(served: Served) -> None:
+    [folder] = (Path(os.environ["XDG_STATE_HOME"]) / "latentray" / "logs").glob(f"*-{served.process.pid}")
+    assert {path.name for path in folder.iterdir()} == {
+        "gateway.log",
+        "coordinator.log",
+        "shard-0.log",
+        "shard-1.log",
+    }
+    done = run("generate", "--server", served.address, "--max-tokens", "5", "A secret")
+    assert done.returncode == 0, done.stderr
+    log = (folder / "gateway.log").read_text()
+    assert "completion_tokens=5 first_token_s=" in log.splitlines()[-1]
+    assert "secret" not in log
+
+
 def test_a_signal_lets_the_live_request_end_and_leaves_no_process(served: Served) -> None:
     """The last test of this server."""
     pid = served.process.pid
