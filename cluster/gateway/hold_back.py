@@ -57,7 +57,7 @@ class _Beginning:
     def __init__(self, text: str) -> None:
         self._text = text
         self._borders = [0]
-        """[i]: length of the longest proper suffix of text[: i + 1] that begins it; grown when it is needed."""
+        """[i]: length of the longest proper suffix of text[: i + 1] that begins it; grown when needed."""
         self.length = 0
 
     def push(self, more: str) -> None:
