@@ -1,0 +1,98 @@
+"""Draws in Triton against torch's sampler, token for token, and acceptance against the coordinator's rule."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton: pip install triton")
+
+from actors.acceptance import count_emitted
+from kernels_integration.collectives import SoloCollectives
+from kernels_integration.sampling import SamplingRows, sample
+from kernels_integration.token_marks import NO_TOKEN
+from kernels_integration.triton import sampling
+from tests.support.guarded import Guarded
+
+
+def rows_of(temperature: Tensor, seed: int) -> SamplingRows:
+    generator = torch.Generator().manual_seed(seed)
+    count = len(temperature)
+    whole = torch.iinfo(torch.int64)
+    return SamplingRows(
+        temperature=temperature,
+        top_k=torch.zeros(count, dtype=torch.int64),
+        top_p=torch.ones(count),
+        min_p=torch.zeros(count),
+        seed=torch.randint(whole.min, whole.max, (count,), generator=generator),
+        position=torch.randint(0, 1 << 34, (count,), generator=generator),
+    )
+
+
+def drawn(device: torch.device, logits: Tensor, rows: SamplingRows, vocab_start: int = 0) -> Tensor:
+    tokens = Guarded((len(logits),), torch.int64, device)
+    sampling.draw(
+        Guarded.of(logits, device).tensor,
+        rows.temperature.to(device),
+        rows.seed.to(device),
+        rows.position.to(device),
+        tokens.tensor,
+        vocab_start=vocab_start,
+    )
+    tokens.check()
+    return tokens.tensor.cpu()
+
+
+@pytest.mark.parametrize(("vocab", "vocab_start"), [(50, 0), (4096, 0), (4097, 3), (9001, 6)])
+def test_draws_what_torch_draws(device, vocab, vocab_start):
+    generator = torch.Generator().manual_seed(vocab)
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1e-6, 2.0, 0.05, 1.0, 1.0])
+    logits = torch.randn(8, vocab, generator=generator) * 3
+    logits[6] = logits[6].round()
+    rows = rows_of(temperature, seed=vocab)
+    expected = sample(logits, vocab_start, rows, SoloCollectives()).tokens
+    assert torch.equal(drawn(device, logits, rows, vocab_start), expected)
+
+
+@pytest.mark.gpu
+def test_draws_what_torch_draws_from_a_large_vocabulary(device):
+    generator = torch.Generator().manual_seed(5)
+    for seed in range(5):
+        logits = torch.randn(64, 102400, generator=generator) * 2
+        rows = rows_of(torch.rand(64, generator=generator), seed)
+        expected = sample(logits, 0, rows, SoloCollectives()).tokens
+        assert torch.equal(drawn(device, logits, rows), expected)
+
+
+def test_ties_go_to_the_lower_token(device):
+    logits = torch.zeros(1, 5000)
+    logits[0, [700, 701, 4999]] = 1.0
+    assert drawn(device, logits, rows_of(torch.zeros(1), 0)).tolist() == [700]
+
+
+def test_what_is_no_number_is_never_drawn(device):
+    logits = torch.full((5, 100), -torch.inf)
+    logits[0, 3], logits[0, 4], logits[0, 5] = torch.nan, torch.inf, -1e30
+    logits[1] = torch.nan
+    logits[2] = torch.inf
+    logits[4, 99] = 0.0
+    for temperature in (0.0, 1.0):
+        tokens = drawn(device, logits, rows_of(torch.full((5,), temperature), 0))
+        assert tokens.tolist() == [5, NO_TOKEN, NO_TOKEN, NO_TOKEN, 99]
+
+
+@pytest.mark.parametrize("most_drafts", [0, 1, 3, 8])
+def test_counts_what_the_coordinator_counts(device, most_drafts):
+    generator = torch.Generator().manual_seed(most_drafts)
+    requests = 300
+    drafts = torch.randint(0, 3, (requests, most_drafts), generator=generator)
+    tokens = torch.randint(-1, 3, (requests, most_drafts + 1), generator=generator)
+    k = torch.randint(0, most_drafts + 1, (requests,), generator=generator)
+    emitted = Guarded((requests,), torch.int32, device)
+    sampling.count_emitted(tokens.to(device), drafts.to(device), k.to(device), emitted.tensor)
+    emitted.check()
+    in_row = torch.arange(most_drafts + 1) <= k.unsqueeze(1)
+    expected = count_emitted(
+        drafts[in_row[:, 1:]].numpy(), tokens[in_row].numpy(), np.asarray(k, dtype=np.int64)
+    )
+    assert emitted.tensor.tolist() == expected.tolist()
