@@ -58,6 +58,8 @@ class GroupConfig:
     """A shard that is connected and silent for so long is lost all the same."""
     step_timeout_s: float = 10.0
     """While a step runs longer the group is not healthy."""
+    check_plans: bool = False
+    """Validate every plan of every pass: for debugging."""
     trace: bool = False
     """Record where the time of steps goes, on the coordinator and on every shard."""
     log_level: str = "info"

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import SparseMLAPlan, WorkSplit
+from kernels_integration.rows import Selection
 
 
 def check_fit(plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor) -> Tensor:
@@ -78,15 +79,47 @@ def _check_split(split: WorkSplit, rows: int, row_kv: Tensor) -> None:
     _check_merges(split, rows, items, item_counts)
 
 
+def require_seen(selection: Selection, visible: Selection) -> None:
+    """Invariant 8: each slot of a row is among the `visible` ones of that row, and is there once."""
+    row_slots, seen = _row_and_slot(selection), _row_and_slot(visible)
+    # One number for a row and a slot: the pair's place in a table of all.
+    width = int(torch.cat((row_slots, seen))[:, 1].max()) + 1 if row_slots.shape[0] else 1
+    wanted, allowed = (pairs[:, 0] * width + pairs[:, 1] for pairs in (row_slots, seen))
+    for bad, what in (
+        (~torch.isin(wanted, allowed), "a slot that its row may not see, at row"),
+        (wanted.sort().values.diff(append=wanted.new_full((1,), -1)) == 0, "a slot twice, near row"),
+    ):
+        if bool(bad.any()):
+            _refuse(_SEEN, f"{what} {int(row_slots[int(bad.int().argmax()), 0])}", _SELECT)
+
+
+def require_owned(totals: Tensor, expected: Tensor) -> None:
+    """Invariant 7: totals [rows], the ranks' tokens of each row together, are min(visible, index_topk)."""
+    wrong = totals.cpu() != expected.cpu()
+    if bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        _refuse(_OWNED, f"{int(totals[row])} tokens instead of {int(expected[row])} in row {row}", _SELECT)
+
+
+def _row_and_slot(selection: Selection) -> Tensor:
+    """[n, 2] int64"""
+    counts = selection.kv_indptr.cpu().long().diff()
+    row = torch.repeat_interleave(counts)
+    return torch.stack((row, selection.kv_indices[: row.shape[0]].cpu().long()), 1)
+
+
 _TILING = "1 (the items of a row tile its KV exactly once, in order)"
 _QUERY_ROWS = "2 (every planned row is written exactly once, directly or by the merge)"
 _MERGES = "3 (one merge tile of 2 or more disjoint partial rows per split row, none for others)"
 _BOUNDS = "4 (no item, index or pointer reaches past the planned rows and their KV)"
 _EMPTY_ROWS = "5 (a row without KV has exactly one empty item, other rows none)"
+_OWNED = "7 (the ranks' parts of a row are min(visible, index_topk) tokens together)"
+_SELECT = "select among what the row sees on this rank"
+_SEEN = "8 (every slot of a row is one that the row may see, once)"
 
 
-def _refuse(invariant: str, what: str) -> NoReturn:
-    raise PlanError(f"plan breaks invariant {invariant}: {what}; build a plan for these rows and lengths")
+def _refuse(invariant: str, what: str, fix: str = "build a plan for these rows and lengths") -> NoReturn:
+    raise PlanError(f"plan breaks invariant {invariant}: {what}; {fix}")
 
 
 def _refuse_where(bad: Tensor, invariant: str, what: str) -> None:

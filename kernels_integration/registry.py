@@ -137,10 +137,14 @@ def choose(asked: str, needs: Needs) -> Choice:
     raise ConfigError("no backend can be used: " + "; ".join(reason for _, reason in passed_over))
 
 
-def create(name: str, needs: Needs) -> "Backend":
-    """The backend of that name, which `choose` gave."""
+def create(name: str, needs: Needs, *, check_plans: bool = False) -> "Backend":
+    """The backend of that name, which `choose` gave. check_plans: with a validator around every plan."""
     module: BackendModule = importlib.import_module(_ENTRIES[name].module)
-    return module.create(needs)
+    backend = module.create(needs)
+    if not check_plans:
+        return backend
+    wrapped: Backend = importlib.import_module("kernels_integration.checked").checked(backend)
+    return wrapped
 
 
 def _preferred(device: str) -> tuple[str, ...]:

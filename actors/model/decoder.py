@@ -9,6 +9,7 @@ from actors.model.weights import WeightReader
 from kernels_integration.backend import Backend
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.errors import PlanError
 from kernels_integration.plan import SparseMLAPlan
 
 
@@ -29,6 +30,7 @@ class DecoderLayer:
         dcp: DcpGroup,
     ) -> None:
         self.backend = backend
+        self.layer = layer
         self.tp = tp
         self.eps = config.rms_norm_eps
         self.input_norm = reader.norm("input_layernorm.weight")
@@ -54,7 +56,10 @@ class DecoderLayer:
         bits on every rank, before and after. plan: of the layer before; used where this one selects nothing.
         """
         with ctx.spans("attention"):
-            out, plan = self.attention(normed, plan, ctx)
+            try:
+                out, plan = self.attention(normed, plan, ctx)
+            except PlanError as error:
+                raise PlanError(f"layer {self.layer}: {error}") from error
         normed = self.backend.add_rms_norm(h, self.tp.all_reduce(out), self.post_attention_norm, self.eps)
         with ctx.spans("moe"):
             out = self.mlp(normed)

@@ -40,7 +40,9 @@ def build_shard(
         tp, dcp_comm = SpannedCollectives(tp, spans), SpannedCollectives(dcp_comm, spans)
     model_config = ModelConfig.from_pretrained(config.model_path)
     needs = backend_needs(config, model_config)
-    backend = registry.create(registry.choose(config.attention_backend, needs).name, needs)
+    backend = registry.create(
+        registry.choose(config.attention_backend, needs).name, needs, check_plans=config.check_plans
+    )
     dcp = DcpGroup(interleave=config.cp_kv_cache_interleave_size, comm=dcp_comm)
     num_mtp_layers = model_config.num_drafting_layers(config.num_speculative_tokens)
     model = load_model(

@@ -25,6 +25,7 @@ from actors.shard.sampling_state import SamplingState
 from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.errors import PlanError
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.logprobs import Logprobs
 from kernels_integration.rows import RowBatch
@@ -86,6 +87,12 @@ class Shard:
 
         The prompt fill follows the report, off the critical path, and ends before the next step.
         """
+        try:
+            self._execute(step, report)
+        except PlanError as error:
+            raise PlanError(f"step {step.step}, rank {self._tp.rank}: {error}") from error
+
+    def _execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
         self._apply(step)
         rows = StepRows.of(step, self._progress)
         with self._spans("draft"):

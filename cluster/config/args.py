@@ -322,6 +322,11 @@ class EngineArgs(BaseModel):
         Setting(rule="auto, torch, triton or aiter", group="KV cache", metavar="{auto,torch,triton,aiter}"),
     ] = "auto"
 
+    check_plans: Annotated[
+        bool,
+        Field(description="Validate every attention plan of every step; slow, for debugging."),
+        Setting(rule="true or false", group="Observation"),
+    ] = False
     trace: Annotated[
         str | None,
         Field(

@@ -82,6 +82,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         seed=args.seed,
         heartbeat_timeout_s=args.heartbeat_timeout,
         step_timeout_s=args.step_timeout,
+        check_plans=args.check_plans,
         trace=args.trace is not None,
         log_level=args.log_level,
         log_dir=None if args.log_dir is None else os.path.abspath(args.log_dir),
