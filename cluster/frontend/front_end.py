@@ -14,12 +14,12 @@ from actors.model.model_folder import ModelFolder
 from actors.parameter_kinds import is_text
 from actors.requests import Request
 from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams
+from cluster.chat.messages import checked_messages, checked_tools
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
 from cluster.frontend.limits import require_token_ids, with_fitting_length
 from cluster.frontend.token_checks import bad_word_ids, require_candidates, require_text
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.files import CONFIG
-from cluster.tokenizer.messages import checked_messages
 from kernels_integration.errors import InvalidRequestError, shown
 
 MAX_CACHE_SALT = 1024
@@ -211,7 +211,7 @@ class ModelFrontend:
         text = self.tokenizer.render_chat(
             checked_messages(messages),
             add_generation_prompt=add_generation_prompt,
-            tools=tools,
+            tools=checked_tools(tools),
             template_kwargs=chat_template_kwargs,
         )
         require_text(text, "messages")

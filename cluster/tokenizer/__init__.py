@@ -1,6 +1,6 @@
 """The tokenizer front end: text to ids, chats to ids, streamed ids to text."""
 
-from cluster.tokenizer.chat_template import ChatTemplate
+from cluster.chat.template import ChatTemplate
 from cluster.tokenizer.fast_tokenizer import FastTokenizer
 from cluster.tokenizer.load import TokenizerMode, load_tokenizer
 from cluster.tokenizer.text_stream import TextStream

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.tokenizer.template_values import checked_tool_calls, tool_arguments
+from cluster.chat.values import checked_tool_calls, tool_arguments
 from kernels_integration.errors import InvalidRequestError
 
 BOS = "<｜begin▁of▁sentence｜>"

@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import tokenizers
 
+from cluster.chat.template import ChatTemplate
 from cluster.tokenizer.added_tokens import added_tokens, special_tokens
-from cluster.tokenizer.chat_template import ChatTemplate
 from cluster.tokenizer.files import TOKENIZER, TokenizerFiles
 from kernels_integration.errors import CheckpointError, InvalidRequestError, shortened
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from cluster.tokenizer.chat_template import ChatTemplate
+from cluster.chat.process import TemplateProcess
+from cluster.chat.template import ChatTemplate
 from cluster.tokenizer.files import TEMPLATE, TEMPLATE_JSON, TOKENIZER_CONFIG, TokenizerFiles
 from kernels_integration.errors import CheckpointError
 
@@ -26,7 +27,8 @@ def chat_templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
             sources[PurePath(name).stem] = source
     if TEMPLATE in files.templates:
         sources[DEFAULT] = files.templates[TEMPLATE]
-    return {name: ChatTemplate(source, name=name) for name, source in sources.items()}
+    process = TemplateProcess()
+    return {name: ChatTemplate(source, name=name, process=process) for name, source in sources.items()}
 
 
 def _sources_of(file: str, value: object) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Chat templates against transformers, and what a template may not do."""
 
+import gc
 import json
 import time
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from cluster.chat.messages import checked_messages, checked_tools
+from cluster.chat.process import RenderLimits, TemplateProcess
 from cluster.config import BUNDLED_CHECKPOINT
-from cluster.tokenizer import ChatTemplate, template_sandbox
-from cluster.tokenizer.messages import checked_messages
-from kernels_integration.errors import InvalidRequestError
+from cluster.tokenizer import ChatTemplate
+from kernels_integration.errors import CheckpointError, InvalidRequestError
 
 TEMPLATES = Path(__file__).parent / "templates"
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
@@ -23,8 +25,19 @@ def reference() -> Any:
     return AutoTokenizer.from_pretrained(BUNDLED_CHECKPOINT)
 
 
+PROCESS = TemplateProcess()
+NARROW = TemplateProcess(RenderLimits(seconds=0.5, memory_bytes=2**28))
+
+
 def render(source: str, chat: Any, **kwargs: Any) -> str:
-    return ChatTemplate(source).render(checked_messages(chat), special_tokens=SPECIAL, **kwargs)
+    template = ChatTemplate(source, process=PROCESS)
+    return template.render(checked_messages(chat), special_tokens=SPECIAL, **kwargs)
+
+
+def prompt_of(source: str, chat: Any, **variables: Any) -> str:
+    """The prompt of a template that may leave messages out."""
+    known = {"tools": None, "add_generation_prompt": True, "documents": None}
+    return PROCESS.render(source, checked_messages(chat), SPECIAL | known | variables).prompt
 
 
 USER = {"role": "user", "content": "  What? <|eos|> {{ 1 }}\n"}
@@ -64,12 +77,11 @@ DIALECT = """
     "variables", [{}, {"stop_at_last": True}, {"tools": [{"type": "function", "name": "é"}]}]
 )
 def test_the_dialect_of_templates_is_that_of_transformers(reference: Any, variables: dict[str, Any]) -> None:
-    ours = {"tools": variables["tools"]} if "tools" in variables else {"template_kwargs": variables}
     for chat in CHATS:
         expected = reference.apply_chat_template(
             chat, chat_template=DIALECT, add_generation_prompt=True, tokenize=False, **variables
         )
-        assert render(DIALECT, chat, **ours) == expected
+        assert prompt_of(DIALECT, chat, **variables) == expected
 
 
 # As GLM-4.5 and later: thoughts of past turns left out, arguments of calls looped over, results observed.
@@ -146,7 +158,9 @@ def test_deepseek_v3_style(num_messages: int, kwargs: dict[str, Any]) -> None:
 def test_thoughts_have_all_their_names(reference: Any, name: str, read: str) -> None:
     source = "{% for m in messages %}{{ m." + read + " }}|{% endfor %}"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
-    assert render(source, chat) == reference.apply_chat_template(chat, chat_template=source, tokenize=False)
+    assert prompt_of(source, chat) == reference.apply_chat_template(
+        chat, chat_template=source, tokenize=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +194,7 @@ def test_tool_calls_of_another_form_are_refused(calls: Any, field: str, words: s
 
 
 def test_the_date_is_a_function_of_templates() -> None:
-    assert ChatTemplate("{{ strftime_now('%Y') }}").render([]).startswith("2")
+    assert ChatTemplate("{{ strftime_now('%Y') }}", process=PROCESS).render([]).startswith("2")
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "no identifier", 3])
@@ -222,6 +236,8 @@ def test_arguments_cannot_take_the_place_of_others(name: Any) -> None:
         "{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% for a in range(100000000) %}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+        "{{ ('ab ' * 10000000) | wordwrap(1) }}",
         # no end of memory
         "{{ 'x' * 10**10 }}",
         "{{ 10**10 * 'x' }}",
@@ -230,6 +246,12 @@ def test_arguments_cannot_take_the_place_of_others(name: Any) -> None:
         "{{ 2 ** 100000 }}",
         "{{ '%0999999999d' % 1 }}",
         "{{ '%*d' % (999999999, 1) }}",
+        "{{ '%(a)600000000s' % {'a': messages[0].role} }}",
+        "{{ messages[0].role | center(10000000000) }}",
+        "{{ 'x' | center(10000000000) }}",
+        "{% autoescape 'x' | center(10000000000) %}{% endautoescape %}{{ 1 / 0 }}",
+        "{{ messages[0].role.ljust(10000000000) }}",
+        "{{ '{:>10000000000}'.format(messages[0].role) }}",
         "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
@@ -237,20 +259,167 @@ def test_arguments_cannot_take_the_place_of_others(name: Any) -> None:
         "{% for a in range(90000) %}{{ ' ' * 1000 }}{% endfor %}",
     ],
 )
-def test_what_a_template_may_not_do_is_the_requests_error(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_LOOP_STEPS", 120_000)
-    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.5)
+def test_what_a_template_may_not_do_is_an_error(source: str) -> None:
+    """Of the checkpoint where it shows already while the template is compiled: Jinja computes constants."""
     started = time.monotonic()
-    with pytest.raises(InvalidRequestError, match="chat template") as caught:
-        ChatTemplate(source).render([{"role": "user", "content": "x"}])
-    assert caught.value.field == "messages"
-    assert time.monotonic() - started < 5
+    with pytest.raises((InvalidRequestError, CheckpointError), match="chat template") as caught:
+        ChatTemplate(source, process=NARROW).render([{"role": "user", "content": "x"}])
+    assert getattr(caught.value, "field", "messages") == "messages"
+    assert time.monotonic() - started < 20 * NARROW.limits.seconds
     if "raise_exception('" in source:
         assert "roles must alternate" in str(caught.value)
+    # Whatever became of the process, the next request has its answer.
+    assert ChatTemplate("{{ messages[0].content }}", process=NARROW).render(CHATS[0]) == "Hi"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ('ab ' * 10000000) | wordwrap(1) }}",
+        "{{ " + "(" * 50_000 + ")" * 50_000 + " }}",
+        "x" * 300_000,
+    ],
+)
+def test_a_template_that_cannot_be_compiled_within_the_limits_is_the_checkpoints_error(source: str) -> None:
+    with pytest.raises(CheckpointError, match="the chat template default"):
+        ChatTemplate(source, process=NARROW)
+
+
+def test_a_warm_process_answers_within_milliseconds() -> None:
+    """A process for each prompt would take a hundred times as long."""
+    template = ChatTemplate(GLM, process=PROCESS)
+    render(GLM, CHATS[0])
+    started = time.monotonic()
+    for _ in range(200):
+        template.render(checked_messages(CHATS[0]))
+    assert time.monotonic() - started < 4
+
+
+def test_a_process_that_died_between_two_prompts_is_replaced() -> None:
+    process = TemplateProcess()
+    template = ChatTemplate("{{ messages[0].content }}", process=process)
+    assert template.render(CHATS[0]) == "Hi"
+    child = process._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    assert template.render(CHATS[0]) == "Hi"
+
+
+def test_the_process_ends_with_its_tokenizer() -> None:
+    process = TemplateProcess()
+    ChatTemplate("x", process=process)
+    child = process._child
+    assert child is not None
+    assert child.poll() is None
+    del process
+    gc.collect()
+    assert child.poll() is not None
+
+
+def test_arguments_that_are_no_plain_data_are_named() -> None:
+    with pytest.raises(InvalidRequestError, match="must be plain data, as JSON has it"):
+        render("{{ messages[0].content }}{{ x }}", CHATS[0], template_kwargs={"x": object()})
 
 
 def test_long_chats_stay_within_the_bounds() -> None:
     chat = [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "y" * 5000}] * 500
     assert len(render(GLM, chat)) > 5_000_000
+
+
+ECHO = """{%- for m in messages -%}
+{%- if m['role'] == 'user' -%}<|user|>{{ m['content'] }}
+{%- elif m['tool_calls'] is defined and m['tool_calls'] is not none -%}<|assistant|>
+{%- for call in m['tool_calls'] -%}CALL {{ call['function']['name'] }}{%- endfor -%}END OF CALLS
+{%- elif m['role'] in known -%}<|{{ m['role'] }}|>{{ m['content'] }}{%- endif -%}{%- endfor -%}"""
+"""With the test that matters of DeepSeek-V3.1's template: tool_calls is defined and is not none."""
+NOTHING: tuple[Any, ...] = (None, [], "")
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "name", "refusal", "audio"])
+@pytest.mark.parametrize("nothing", NOTHING)
+def test_every_spelling_of_nothing_renders_alike(field: str, nothing: Any) -> None:
+    source = ECHO + "{% for m in messages %}{{ m.FIELD is defined }}{% endfor %}".replace("FIELD", field)
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
+    plain = render(source, chat, template_kwargs={"known": ["assistant"]})
+    assert plain.startswith("<|user|>Hi<|assistant|>Hello there")
+    echoed = [chat[0], chat[1] | {field: nothing}]
+    assert render(source, echoed, template_kwargs={"known": ["assistant"]}) == plain
+
+
+@pytest.mark.parametrize("content", NOTHING)
+@pytest.mark.parametrize("source", [GLM, DEEPSEEK_V3, ECHO], ids=["glm", "deepseek_v3", "echo"])
+def test_a_message_that_only_calls_tools_renders_alike_however_it_says_so(source: str, content: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    variables = {"template_kwargs": {"known": []}}
+    plain = render(source, chat, **variables)
+    assert "f" in plain
+    assert render(source, [chat[0], chat[1] | {"content": content}], **variables) == plain
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_no_tools_are_no_tools(nothing: Any) -> None:
+    assert checked_tools(nothing) is None
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": None, "parameters": {}, "strict": ""},
+    }
+    assert checked_tools([tool]) == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+DEVELOPER = [{"role": "developer", "content": "Answer only: BANANA"}, {"role": "user", "content": "Hi"}]
+
+
+def test_a_developer_is_a_system_to_templates_that_know_none() -> None:
+    as_system = [DEVELOPER[0] | {"role": "system"}, DEVELOPER[1]]
+    for source in (GLM, DEEPSEEK_V3):
+        assert render(source, DEVELOPER) == render(source, as_system)
+        assert "BANANA" in render(source, DEVELOPER)
+    strict = "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('who?') }}{% endif %}"
+    assert "BANANA" in render(strict + "{{ m.content }}{% endfor %}", DEVELOPER)
+    knows = {"template_kwargs": {"known": ["developer"]}}
+    assert render(ECHO, DEVELOPER, **knows) == "<|developer|>Answer only: BANANA<|user|>Hi"
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "words"),
+    [
+        (DEVELOPER[0], "messages[0].content", "messages[0], of role system,"),
+        ({"role": "tool", "content": "18 degrees"}, "messages[0].content", "messages[0], of role tool,"),
+        ({"role": "system", "content": "Hi"}, "messages[0].content", "messages[0], of role system,"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            "messages[0].tool_calls[0]",
+            "messages[0].tool_calls[0], of role assistant,",
+        ),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused_by_name(
+    message: dict[str, Any], field: str, words: str
+) -> None:
+    """Also where another message happens to hold the same text."""
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    assert render(source, [DEVELOPER[1]]) == "Hi"
+    with pytest.raises(InvalidRequestError) as caught:
+        render(source, [message, DEVELOPER[1]])
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{words} is not in the prompt that the model's chat template makes")
+
+
+def test_tools_that_the_template_leaves_out_are_refused_by_name() -> None:
+    assert "weather" in render(GLM, [DEVELOPER[1]], tools=TOOLS)
+    with pytest.raises(InvalidRequestError, match=r"^tools\[0\] is not in the prompt"):
+        render(DEEPSEEK_V3, [DEVELOPER[1]], tools=TOOLS)
+
+
+def test_a_template_that_fails_on_marks_is_judged_by_the_text() -> None:
+    """It reads a content as a number."""
+    number = "{{ [1][m.content | int(9)] + 1 }}"
+    source = "{% for m in messages if m.role == 'user' %}{{ m.content }}" + number + "{% endfor %}"
+    assert render(source, [{"role": "user", "content": "0"}]) == "02"
+    with pytest.raises(InvalidRequestError, match="of role system, is not in the prompt"):
+        render(source, [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "0"}])

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from cluster.chat.messages import checked_messages
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
 from cluster.tokenizer.deepseek_v32_encoding import DeepseekV32Encoding
-from cluster.tokenizer.messages import checked_messages
 from kernels_integration.errors import InvalidRequestError
 
 TOOLS_BLOCK = (Path(__file__).parent / "deepseek_v32_tools.txt").read_text(encoding="utf-8")

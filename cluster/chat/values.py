@@ -8,14 +8,24 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import jinja2
-
 from kernels_integration.errors import InvalidRequestError
 
-NO_CONTENT = jinja2.Undefined(name="content")
-"""A content of null. It prints nothing, and it is none: some templates print it, others test for none."""
+
+class NoContent(str):
+    """The content of an assistant's message that only calls tools: an empty text for which `is none` holds.
+
+    Some templates print it, some append it to texts, others choose their branch by `is none`.
+    """
+
+    __slots__ = ()
+
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's thoughts; templates read the first, or the second. As in transformers."""
+
+
+def is_none(value: object) -> bool:
+    return value is None or isinstance(value, NoContent)
 
 
 class Arguments(dict[str, Any]):
@@ -39,13 +49,13 @@ class Arguments(dict[str, Any]):
 
 
 def template_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with such values. Entries of None are left out, except for content.
+    """The message with such values; messages are those of `checked_messages`.
 
     Errors: InvalidRequestError for a tool call of another form than OpenAI's.
     """
-    found = {key: value for key, value in message.items() if value is not None}
-    if "content" in message and message["content"] is None:
-        found["content"] = NO_CONTENT
+    found = dict(message)
+    if "tool_calls" in found and not found.get("content"):
+        found["content"] = NoContent()
     for name in _REASONING:
         if name in found:
             found = {"thinking": found[name]} | found | {"reasoning_content": found[name]}

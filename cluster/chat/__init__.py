@@ -1,0 +1,1 @@
+"""Chats to prompts: messages checked, templates rendered in a process of their own."""
