@@ -13,26 +13,32 @@ from kernels_integration.philox import Purpose, philox4x32, split64
 from kernels_integration.token_marks import MASKED
 
 
-def count_emitted(drafts: NDArray[Any], tokens: NDArray[Any], k: NDArray[Any]) -> NDArray[np.int64]:
-    """[V] how many tokens each verify emits: 1..k+1, the first ones of its rows; 0 where all are masked.
+def length_of_walk(drafts: Any, tokens: Any) -> Any:
+    """[B] int64: how many tokens each of B verifies emits. Of arrays and of tensors alike.
 
-    k [V]: drafts of each verify; a final chunk counts as a verify with k = 0. drafts [sum k]: d_1..d_k of
-    each. tokens [sum (k + 1)]: x_0..x_k, the target's own token of each row, or MASKED. x_0 is emitted; x_i
-    follows while d_i equals x_{i-1}; a masked row emits nothing. NO_TOKEN is emitted like a token, and as no
-    draft equals it, nothing follows it.
+    drafts [B, K]: d_1..d_K. tokens [B, K + 1]: x_0..x_K, the target's own token of each row, or MASKED, also
+    in rows that a verify of fewer drafts does not have. x_0 is emitted; x_i follows while d_i equals
+    x_{i-1}; a masked row emits nothing. NO_TOKEN is emitted like a token, and as no draft equals it, nothing
+    follows it.
     """
-    num_tokens = k.astype(np.int64) + 1
-    if not len(num_tokens):
-        return num_tokens
-    ends = np.cumsum(num_tokens)
-    begins = ends - num_tokens
     goes_on = tokens != MASKED
-    follows = np.ones(len(tokens), bool)
-    follows[begins] = False
-    draft_rows = np.flatnonzero(follows)
-    goes_on[draft_rows] &= drafts == tokens[draft_rows - 1]
-    first_stop = np.minimum.reduceat(np.where(goes_on, len(tokens), np.arange(len(tokens))), begins)
-    emitted: NDArray[np.int64] = np.minimum(first_stop, ends) - begins
+    goes_on[:, 1:] &= drafts == tokens[:, :-1]
+    return goes_on.cumprod(axis=1).sum(axis=1)
+
+
+def count_emitted(drafts: NDArray[Any], tokens: NDArray[Any], k: NDArray[Any]) -> NDArray[np.int64]:
+    """[V] `length_of_walk` of verifies with k [V] drafts; a final chunk counts as a verify with k = 0.
+
+    drafts [sum k] and tokens [sum (k + 1)]: packed by verify.
+    """
+    if not len(k):
+        return np.zeros(0, np.int64)
+    columns, num_drafts = np.arange(int(k.max()) + 1), k.astype(np.int64)[:, None]
+    padded_drafts = np.zeros((len(k), len(columns) - 1), np.int64)
+    padded_tokens = np.full((len(k), len(columns)), MASKED, np.int64)
+    padded_drafts[columns[:-1] < num_drafts] = drafts
+    padded_tokens[columns <= num_drafts] = tokens
+    emitted: NDArray[np.int64] = length_of_walk(padded_drafts, padded_tokens)
     return emitted
 
 

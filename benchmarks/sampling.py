@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from actors.messages import Admission, SamplingSpec
+from actors.shard.boundary import Boundary
 from actors.shard.slot_rules import SlotRules
 from benchmarks import harness
 from kernels_integration.collectives import SoloCollectives
@@ -56,7 +57,7 @@ def make_rows(
 
 
 def make_slot_rules(num_slots: int, vocab_size: int, penalty: float) -> SlotRules:
-    rules = SlotRules(vocab_start=0, slice_size=vocab_size)
+    rules = SlotRules(vocab_start=0, slice_size=vocab_size, boundary=Boundary(torch.device("cpu")))
     sampling = SamplingSpec(
         presence_penalty=penalty, frequency_penalty=penalty, repetition_penalty=1 + penalty
     )

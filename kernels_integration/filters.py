@@ -68,8 +68,7 @@ def surviving(scaled: Tensor, vocab_start: int, cuts: Cuts, comm: Collectives) -
     vocab_size = comm.size * slice_size
     peak = comm.all_gather(scaled.amax(dim=1).double()).amax(dim=0)
     peak = peak.clamp(min=torch.finfo(peak.dtype).min)  # keeps the distances of a row of -inf free of NaN
-    # Sums of up to vocab_size weights of at most 2^scale stay below 2^62.
-    unit = 2.0 ** (61 - vocab_size.bit_length())
+    unit, has_top_p = _unit(vocab_size), bool((cuts.top_p < 1).any())
     limit = torch.where(cuts.top_k > 0, cuts.top_k, vocab_size).clamp_max_(vocab_size)
     floor = cuts.min_p.double().log()
     mass = _mass(scaled, peak, floor, cuts, limit, unit, comm)
@@ -88,6 +87,7 @@ def surviving(scaled: Tensor, vocab_start: int, cuts: Cuts, comm: Collectives) -
             floor[pending].unsqueeze(1),
             mass[pending].unsqueeze(1),
             unit,
+            has_top_p=has_top_p,
         )
         kept = torch.arange(value.shape[1], device=value.device) < num_kept
         kept &= decided
@@ -102,6 +102,22 @@ def surviving(scaled: Tensor, vocab_start: int, cuts: Cuts, comm: Collectives) -
         value=torch.cat([part.value for part in found]),
         token=torch.cat([part.token for part in found]),
     )
+
+
+def num_kept(distance: Tensor, *, limit: Tensor, top_p: Tensor, floor: Tensor, vocab_size: int) -> Tensor:
+    """[R, 1] int64: how many of whole rows, sorted best first, min-p, top-k and top-p keep. Reads nothing back.
+
+    distance [R, vocab_size] float64: value - best value; limit [R, 1]: top-k or the vocabulary; top_p,
+    floor [R, 1]: floor is log(min_p).
+    """
+    whole, unknown = torch.full_like(limit, vocab_size), torch.zeros_like(limit)
+    kept, _ = _cut(distance, whole, limit, top_p, floor, unknown, _unit(vocab_size), has_top_p=True)
+    return kept
+
+
+def _unit(vocab_size: int) -> float:
+    """What a weight of 1 becomes: sums of up to vocab_size weights stay below 2^62."""
+    return float(2.0 ** (61 - vocab_size.bit_length()))
 
 
 def _mass(
@@ -160,6 +176,8 @@ def _cut(
     floor: Tensor,
     mass: Tensor,
     unit: float,
+    *,
+    has_top_p: bool,
 ) -> tuple[Tensor, Tensor]:
     """([P, 1] number kept, [P, 1] bool: certain) of merged candidates.
 
@@ -170,8 +188,8 @@ def _cut(
     passes = (distance >= floor) & (distance > -torch.inf)
     num_kept = passes.sum(dim=1, keepdim=True).minimum(limit)
     decided = (num_kept < num_certain) | (limit <= num_certain)
-    cut_p = top_p < 1
-    if bool(cut_p.any()):
+    if has_top_p:
+        cut_p = top_p < 1
         weight = _weights(distance, unit).masked_fill_(place >= num_kept, 0)
         reached = weight.cumsum(dim=1)
         share = top_p * torch.where(mass > 0, mass, reached[:, -1:]).double()

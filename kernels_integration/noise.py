@@ -105,7 +105,9 @@ def _fill(
     for word, value in zip((*even, *odd), (mixed[0], mixed[2], mixed[1], mixed[3]), strict=True):
         word.copy_(value)
     x0_again.copy_(x0)
-    multipliers = torch.tensor([MULTIPLIER_1, MULTIPLIER_0], device=bits.device).view(2, 1, 1)
+    # Made on the device: a copy from the host could not be captured in a graph.
+    multipliers = torch.arange(2, device=bits.device) * (MULTIPLIER_0 - MULTIPLIER_1) + MULTIPLIER_1
+    multipliers = multipliers.view(2, 1, 1)
     rounds = torch.arange(2, 10, device=bits.device).view(-1, 1, 1)
     for round_keys in torch.stack(round_key(key, rounds), dim=1).unbind(0):
         torch.mul(swapped, multipliers, out=product)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.shard.boundary import Boundary
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import PlanError
 from kernels_integration.rows import RowBatch, RowGroup
@@ -27,17 +28,24 @@ class BlockTables:
     """
 
     def __init__(
-        self, *, num_slots: int, max_model_len: int, block_size: int, num_kv_blocks: int, dcp: DcpGroup
+        self,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        num_kv_blocks: int,
+        dcp: DcpGroup,
+        boundary: Boundary,
     ) -> None:
         self._dcp = dcp
         self._block_size = block_size
         self._tokens_per_block = block_size * dcp.size
         self._num_kv_blocks = num_kv_blocks
         max_blocks = -(-max_model_len // self._tokens_per_block)
+        self._boundary = boundary
         self._host = np.full((num_slots, max_blocks), _UNALLOCATED, np.int64)
-        self._device = torch.from_numpy(self._host)  # shares memory on the CPU
         self._used = np.zeros(num_slots, np.int64)
-        local = torch.arange(max_blocks * block_size)
+        local = torch.arange(max_blocks * block_size, device=boundary.device)
         self._block_of_local = local // block_size
         self._offset_of_local = local % block_size
         self._position_of_local = dcp.global_position(local)
@@ -101,11 +109,11 @@ class BlockTables:
 
         visible_to = np.where(has_kv, positions + 1, 0)
         return RowBatch(
-            positions=torch.from_numpy(positions),
-            visible_from=torch.from_numpy(first),
-            visible_to=torch.from_numpy(visible_to),
-            write_rows=torch.from_numpy(np.flatnonzero(writes)),
-            write_slots=torch.from_numpy(write_slots),
+            positions=self._boundary.up(positions),
+            visible_from=self._boundary.up(first),
+            visible_to=self._boundary.up(visible_to),
+            write_rows=self._boundary.up(np.flatnonzero(writes)),
+            write_slots=self._boundary.up(write_slots),
             groups=self._groups(slots, np.minimum(starts + counts, limits - 1), counts, indptr),
             max_visible=int((visible_to - first).max(initial=0)),
         )
@@ -131,6 +139,6 @@ class BlockTables:
 
     def _kv_slots(self, slots: Int64s, num_local: int) -> Tensor:
         """[requests, num_local]: slots of local tokens; past a request's table, slot 0 (never selected)."""
-        tables = self._device.index_select(0, torch.from_numpy(slots)).clamp_(min=0)
+        tables = self._boundary.up(np.maximum(self._host[slots], 0))
         per_token = tables.index_select(1, self._block_of_local[:num_local])
         return per_token.mul_(self._block_size).add_(self._offset_of_local[:num_local])

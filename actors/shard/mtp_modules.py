@@ -8,7 +8,7 @@ rows that it has not seen: those up to its own row, at most n.
 Source: DeepSeek-V3 report, section 2.2; contracts/mtp.md 1, which this is for n = 1.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,14 +16,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.model.model import Model
-from kernels_integration.rows import RowBatch
+from actors.shard.boundary import Boundary
+from kernels_integration.kv_cache import KVCache
+from kernels_integration.rows import Rows
 
 Int64s = NDArray[np.int64]
 
-RunModule = Callable[[int, Tensor, Tensor, RowBatch], Tensor]
-"""(module, token_ids [T], previous states [T, hidden], rows) -> states [T, hidden]."""
-MakeRows = Callable[[int, Int64s, Int64s, Int64s, Int64s | None], RowBatch]
-"""(module, slots [b], starts [b], counts [b], readonly [b] or None) -> rows."""
+
+class MtpRowMaker(Protocol):
+    def mtp(
+        self, module: int, slots: Int64s, starts: Int64s, counts: Int64s, readonly: Int64s | None = None
+    ) -> Rows:
+        """Rows starts[b] .. starts[b] + counts[b] - 1 of each request in this module's cache layer, packed.
+
+        The first readonly[b] of them do not write.
+        """
+        ...
 
 
 class MtpModules:
@@ -33,12 +41,16 @@ class MtpModules:
     before mtp_from + j, where nobody sees it.
     """
 
-    def __init__(self, model: Model, *, num_slots: int, run: RunModule, make_rows: MakeRows) -> None:
+    def __init__(
+        self, model: Model, cache: KVCache, row_maker: MtpRowMaker, *, num_slots: int, boundary: Boundary
+    ) -> None:
         self.num_modules = len(model.mtp_layers)
-        self._run = run
-        self._make_rows = make_rows
-        handed_on = max(self.num_modules - 1, 0)
-        self._last = torch.zeros(handed_on, num_slots, model.config.hidden_size, dtype=model.dtype)
+        self._model = model
+        self._cache = cache
+        self._row_maker = row_maker
+        self._boundary = boundary
+        shape = (max(self.num_modules - 1, 0), num_slots, model.config.hidden_size)
+        self.last = torch.zeros(shape, dtype=model.dtype, device=boundary.device)
 
     def fill(
         self,
@@ -54,18 +66,18 @@ class MtpModules:
         Request b's rows are starts[b] .. starts[b] + counts[b] - 1, packed: token_ids [T] are t[p] and
         hidden [T, hidden] is h[p-1]. The first readonly[b] of them do not write.
         """
-        ends, slot_ids = np.cumsum(counts), torch.from_numpy(slots)
-        first_rows, last_rows = torch.from_numpy(ends - counts), torch.from_numpy(ends - 1)
+        up, ends = self._boundary.up, np.cumsum(counts)
+        slot_ids, first_rows, last_rows = up(slots), up(ends - counts), up(ends - 1)
         last_states: list[Tensor] = []
         previous = hidden
         for module in range(self.num_modules):
-            rows = self._make_rows(module, slots, starts, counts, readonly)
-            states = self._run(module, token_ids, previous, rows)
+            rows = self._row_maker.mtp(module, slots, starts, counts, readonly)
+            states = self._model.mtp_forward(token_ids, previous, rows, self._cache, module=module)
             last_states.append(states[last_rows])
             if module + 1 < self.num_modules:
                 previous = states.roll(1, dims=0)
-                previous[first_rows] = self._last[module, slot_ids]
-                self._last[module, slot_ids] = last_states[module]
+                previous[first_rows] = self.last[module, slot_ids]
+                self.last[module, slot_ids] = last_states[module]
         return last_states
 
     def run_drafted(
@@ -79,6 +91,8 @@ class MtpModules:
         num_rows = drafts.shape[1]
         counts = np.full(len(slots), num_rows)
         module = num_drafts % self.num_modules
-        rows = self._make_rows(module, slots, anchors + num_drafts + 1 - num_rows, counts, None)
-        states = self._run(module, drafts.flatten(), previous.flatten(0, 1), rows)
+        rows = self._row_maker.mtp(module, slots, anchors + num_drafts + 1 - num_rows, counts)
+        states = self._model.mtp_forward(
+            drafts.flatten(), previous.flatten(0, 1), rows, self._cache, module=module
+        )
         return states.view(len(slots), num_rows, -1)

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.shard.boundary import Boundary
+
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
@@ -27,18 +29,27 @@ class FillRows:
     """[b] position of each request's first row."""
     counts: Int64s
     """[b]"""
-    token_ids: Tensor
-    """[T] int64: t[p]."""
+    token_ids: Int64s
+    """[T] t[p]."""
     hidden: Tensor
     """[T, hidden]: h[p-1]."""
 
 
 class PendingRows:
-    """Owner of the waiting hidden states of every state slot."""
+    """Owner of the waiting hidden states of every state slot. The states lie on the device."""
 
-    def __init__(self, *, num_slots: int, capacity: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        capacity: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        boundary: Boundary,
+    ) -> None:
+        self._boundary = boundary
         self._capacity = capacity
-        self._hidden = torch.zeros(num_slots * capacity, hidden_size, dtype=dtype)
+        self._hidden = torch.zeros(num_slots * capacity, hidden_size, dtype=dtype, device=boundary.device)
         self._tokens = np.zeros((num_slots, capacity), np.int64)
         self._start = np.zeros(num_slots, np.int64)
         self._count = np.zeros(num_slots, np.int64)
@@ -71,15 +82,15 @@ class PendingRows:
             self._make_room(int(slots[i]), int(counts[i]))
         self._start[slots] = np.where(self._count[slots] == 0, starts, self._start[slots])
         rows = self._flat(slots, self._count[slots], counts)
-        self._hidden.index_copy_(0, rows, hidden)
-        self._tokens.reshape(-1)[rows.numpy()] = token_ids
+        self._hidden.index_copy_(0, self._boundary.up(rows), hidden)
+        self._tokens.reshape(-1)[rows] = token_ids
         self._count[slots] += counts
 
     def carry(self, slots: Int64s, positions: Int64s, hidden: Tensor) -> None:
         """Keep the last state of middle chunks, [b, hidden], for the rows at `positions` [b] that follow."""
         assert not self._count[slots].any(), "rows are pending before the prompt is complete"
         self._carried_to[slots] = positions
-        self._hidden.index_copy_(0, torch.from_numpy(slots * self._capacity), hidden)
+        self._hidden.index_copy_(0, self._boundary.up(slots * self._capacity), hidden)
 
     def is_carried(self, slots: Int64s, positions: Int64s) -> NDArray[np.bool_]:
         """[b] whether the state before the row at each position was carried by the slot's last chunk."""
@@ -88,7 +99,7 @@ class PendingRows:
 
     def take_carried(self, slots: Int64s) -> Tensor:
         """[b, hidden]: the state that each request's last chunk carried on."""
-        return self._hidden.index_select(0, torch.from_numpy(slots * self._capacity))
+        return self._hidden.index_select(0, self._boundary.up(slots * self._capacity))
 
     def take(self, slots: Int64s) -> FillRows:
         """Remove all pending rows of these slots, in order to fill them."""
@@ -100,8 +111,8 @@ class PendingRows:
         return FillRows(
             starts=starts,
             counts=counts,
-            token_ids=torch.from_numpy(self._tokens.reshape(-1)[rows.numpy()]),
-            hidden=self._hidden.index_select(0, rows),
+            token_ids=self._tokens.reshape(-1)[rows],
+            hidden=self._hidden.index_select(0, self._boundary.up(rows)),
         )
 
     def _make_room(self, slot: int, count: int) -> None:
@@ -118,8 +129,9 @@ class PendingRows:
         self._count[slot] = len(kept)
         self._fell_out[slot] = True
 
-    def _flat(self, slots: Int64s, offsets: Int64s, counts: Int64s) -> Tensor:
+    def _flat(self, slots: Int64s, offsets: Int64s, counts: Int64s) -> Int64s:
         """Indices into the flat buffer of rows offsets[b] .. offsets[b] + counts[b] - 1 of each slot."""
         ends = np.cumsum(counts)
         begin = np.repeat(slots * self._capacity + offsets - (ends - counts), counts)
-        return torch.from_numpy(begin + np.arange(len(begin)))
+        rows: Int64s = begin + np.arange(len(begin))
+        return rows

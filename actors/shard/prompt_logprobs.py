@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.messages import Admission
+from actors.shard.boundary import Boundary
 from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
 from kernels_integration.logprobs import Logprobs, logprobs_of
@@ -22,8 +23,9 @@ Int64s = NDArray[np.int64]
 class PromptLogprobs:
     """Owner of the prompts whose tokens' log probabilities are asked for, per state slot."""
 
-    def __init__(self, *, vocab_start: int, slice_size: int) -> None:
+    def __init__(self, *, vocab_start: int, slice_size: int, boundary: Boundary) -> None:
         """vocab_start, slice_size: this rank's part of the vocabulary."""
+        self._boundary = boundary
         self._vocab_start = vocab_start
         self._rows_at_once = max(1, _LOGITS_AT_ONCE // slice_size)
         self._prompts: dict[int, NDArray[np.int32]] = {}
@@ -64,8 +66,8 @@ class PromptLogprobs:
             num_top = max(num_top, self._num_top[slot])
         if not sum(map(len, tokens)):
             return None
-        asked = torch.from_numpy(np.concatenate(target_rows))
-        ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
+        asked = self._boundary.up(np.concatenate(target_rows))
+        ids = self._boundary.up(np.concatenate(tokens).astype(np.int64))
         parts = [
             logprobs_of(without_nan(logits_of(hidden[part])), self._vocab_start, part_ids, num_top, comm)
             for part, part_ids in zip(

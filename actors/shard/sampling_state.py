@@ -3,10 +3,10 @@
 import logging
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from actors.messages import Admission
+from actors.shard.boundary import Boundary
 from actors.shard.slot_rules import Preceding, SlotRules
 from kernels_integration.sampling import SamplingRows
 
@@ -18,8 +18,9 @@ Int64s = NDArray[np.int64]
 class SamplingState:
     """Owner of each slot's sampling parameters, set at admission only, and of the history that they need."""
 
-    def __init__(self, num_slots: int, *, vocab_start: int, slice_size: int) -> None:
+    def __init__(self, num_slots: int, *, vocab_start: int, slice_size: int, boundary: Boundary) -> None:
         """vocab_start, slice_size: this rank's part of the vocabulary."""
+        self._boundary = boundary
         # In the precision of the request: what is legal there must not round to something else here.
         self._temperature = np.zeros(num_slots, np.float64)
         self._top_k = np.zeros(num_slots, np.int64)
@@ -27,7 +28,7 @@ class SamplingState:
         self._min_p = np.zeros(num_slots, np.float64)
         self._seed = np.zeros(num_slots, np.int64)
         self._num_logprobs = np.full(num_slots, -1, np.int64)
-        self._rules = SlotRules(vocab_start=vocab_start, slice_size=slice_size)
+        self._rules = SlotRules(vocab_start=vocab_start, slice_size=slice_size, boundary=boundary)
 
     def admit(self, admission: Admission) -> None:
         """Replace the slot's parameters. A request whose own cannot be applied draws nothing."""
@@ -51,6 +52,10 @@ class SamplingState:
         """These tokens of the slot's request were accepted: rules of later rows count them."""
         self._rules.append(slot, tokens)
 
+    def seeds(self, slots: Int64s) -> Int64s:
+        """[b] bit patterns of uint64."""
+        return self._seed[slots]
+
     def rows(
         self, slots: Int64s, positions: Int64s, *, preceding: Preceding | None = None, with_logprobs: bool
     ) -> SamplingRows:
@@ -60,14 +65,15 @@ class SamplingState:
         """
         num_logprobs = self._num_logprobs[slots] if with_logprobs else np.full(len(slots), -1)
         asked = np.flatnonzero(num_logprobs >= 0)
+        up = self._boundary.up
         return SamplingRows(
-            temperature=torch.from_numpy(self._temperature[slots]),
-            top_k=torch.from_numpy(self._top_k[slots]),
-            top_p=torch.from_numpy(self._top_p[slots]),
-            min_p=torch.from_numpy(self._min_p[slots]),
-            seed=torch.from_numpy(self._seed[slots]),
-            position=torch.from_numpy(positions),
+            temperature=up(self._temperature[slots]),
+            top_k=up(self._top_k[slots]),
+            top_p=up(self._top_p[slots]),
+            min_p=up(self._min_p[slots]),
+            seed=up(self._seed[slots]),
+            position=up(positions),
             rules=self._rules.gather(slots, positions, preceding),
             num_logprobs=int(num_logprobs[asked].max()) if len(asked) else -1,
-            logprob_rows=torch.from_numpy(asked),
+            logprob_rows=up(asked),
         )

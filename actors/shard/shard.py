@@ -5,7 +5,7 @@ which drafts are accepted, by the same pure function as in the coordinator: so t
 wait for it. All ranks of a group execute the same step and agree on every token by construction.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,19 +16,21 @@ from actors.config import GroupConfig
 from actors.messages import PENDING_CAPACITY, StepInput, StepOutput, TokenLogprobs
 from actors.model.model import Model
 from actors.shard.block_tables import BlockTables
+from actors.shard.boundary import Boundary
 from actors.shard.mtp_modules import MtpModules
 from actors.shard.pending import PendingRows
 from actors.shard.progress import SlotProgress
+from actors.shard.prompt_fill import PromptFill
 from actors.shard.prompt_logprobs import PromptLogprobs
-from actors.shard.samplers import Verified, make_sampler
+from actors.shard.samplers import Drafts, Verified, make_sampler
 from actors.shard.sampling_state import SamplingState
+from actors.shard.slot_rows import SlotRows
 from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.logprobs import Logprobs
-from kernels_integration.rows import RowBatch
 from kernels_integration.spans import Span, Spans
 
 Int64s = NDArray[np.int64]
@@ -56,30 +58,35 @@ class Shard:
         self._cache = cache
         self._tp = tp
         self._spans = spans
+        self._boundary = boundary = Boundary(model.backend.device)
         self._tables = BlockTables(
             num_slots=config.max_num_seqs,
             max_model_len=config.max_model_len,
             block_size=config.block_size,
             num_kv_blocks=config.num_kv_blocks,
             dcp=dcp,
+            boundary=boundary,
         )
-        vocabulary = {
-            "vocab_start": model.vocab_start,
-            "slice_size": -(-model.config.vocab_size // tp.size),
-        }
-        self._sampling = SamplingState(config.max_num_seqs, **vocabulary)
-        self._sampler = make_sampler(config, self._sampling, model.vocab_start, tp)
-        self._prompt_logprobs = PromptLogprobs(**vocabulary)
+        slice_size = -(-model.config.vocab_size // tp.size)
+        self._sampling = SamplingState(
+            config.max_num_seqs, vocab_start=model.vocab_start, slice_size=slice_size, boundary=boundary
+        )
+        self._sampler = make_sampler(config, self._sampling, model.vocab_start, tp, boundary)
+        self._prompt_logprobs = PromptLogprobs(
+            vocab_start=model.vocab_start, slice_size=slice_size, boundary=boundary
+        )
         self._pending = PendingRows(
             num_slots=config.max_num_seqs if config.num_speculative_tokens else 0,
             capacity=PENDING_CAPACITY,
             hidden_size=model.config.hidden_size,
             dtype=model.dtype,
-        )
-        self._mtp_modules = MtpModules(
-            model, num_slots=config.max_num_seqs, run=self._mtp, make_rows=self._mtp_rows
+            boundary=boundary,
         )
         self._progress = SlotProgress(config.max_num_seqs)
+        self._slot_rows = SlotRows(self._tables, self._progress, self._pending)
+        self._mtp_modules = MtpModules(
+            model, cache, self._slot_rows, num_slots=config.max_num_seqs, boundary=boundary
+        )
 
     @torch.inference_mode()
     def execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
@@ -103,18 +110,18 @@ class Shard:
             verified = self._sample(rows, hidden, drafts)
             prompt_logprobs = self._prompt_logprobs.of_step(rows, hidden, self._model.logits, self._tp)
         tokens, judgement = verified.tokens, verified.judgement
-        num_emitted = rows.num_emitted(drafts.numpy(), tokens)
+        num_emitted = rows.num_emitted(drafts.on_host, tokens)
         lengths = rows.lengths(num_emitted)
         if self._tp.rank == 0:
             report(
                 StepOutput(
                     epoch=step.epoch,
                     step=step.step,
-                    drafts=drafts.numpy().astype(np.int32),
+                    drafts=drafts.on_host.astype(np.int32),
                     tokens=tokens.astype(np.int32) if judgement is None else np.empty(0, np.int32),
                     length=lengths,
-                    logprobs=_logprobs_message(verified.logprobs),
-                    prompt_logprobs=_logprobs_message(prompt_logprobs),
+                    logprobs=self._message(verified.logprobs),
+                    prompt_logprobs=self._message(prompt_logprobs),
                     judgement=judgement,
                 )
             )
@@ -141,21 +148,25 @@ class Shard:
             begin, end = step.new_blocks_indptr[i : i + 2].tolist()
             self._tables.append(int(step.slot[i]), step.new_blocks[begin:end])
 
-    def _draft(self, rows: StepRows) -> Tensor:
-        """[sum k] int64 draft tokens, packed by request: from pending rows, then from the drafted ones."""
+    def _draft(self, rows: StepRows) -> Drafts:
+        """Draft tokens of all verifies, from pending rows, then from the drafted ones."""
         if not rows.fill.any():
-            return torch.empty(0, dtype=torch.int64)
+            return self._packed(torch.empty(0, dtype=torch.int64, device=self._boundary.device))
         anchor_states = self._fill(rows)
         num_modules = self._mtp_modules.num_modules
         states = anchor_states[0].unsqueeze(1)
         num_drafting, k_max = rows.num_drafting(0), int(rows.k[0])
-        drafts = torch.empty(num_drafting, k_max, dtype=torch.int64)
+        drafts = torch.empty(num_drafting, k_max, dtype=torch.int64, device=self._boundary.device)
+        probabilities = []
         for i in range(k_max):
             active = rows.num_drafting(i)
             slots, anchors = rows.slots[:active], rows.starts[:active]
             with self._spans("sampling"):
                 logits = self._model.logits(states[:active, -1])
-                drafts[:active, i] = self._sampler.draft(logits, slots, anchors + i + 1, drafts[:active, :i])
+                draft = self._sampler.draft(logits, slots, anchors + i + 1, drafts[:active, :i])
+            drafts[:active, i] = draft.tokens
+            if draft.probability is not None:
+                probabilities.append(draft.probability)
             following, num_rows = rows.num_drafting(i + 1), min(i + 1, num_modules)
             if following:
                 slots, anchors = rows.slots[:following], rows.starts[:following]
@@ -163,9 +174,11 @@ class Shard:
                 states = self._mtp_modules.run_drafted(i + 1, slots, anchors, drafted, states[:following])
                 if i + 1 < num_modules:  # the next module has yet to see the first draft
                     states = torch.cat((anchor_states[i + 1][:following].unsqueeze(1), states), dim=1)
-        if num_drafting and rows.k[num_drafting - 1] == k_max:
-            return drafts.reshape(-1)
-        return drafts[torch.arange(k_max) < torch.from_numpy(rows.k[:num_drafting, None])]
+        taken = np.flatnonzero(np.arange(k_max) < rows.k[:num_drafting, None])
+        return self._packed(drafts.view(-1)[self._boundary.up(taken)], probabilities)
+
+    def _packed(self, tokens: Tensor, probabilities: Sequence[Tensor] = ()) -> Drafts:
+        return Drafts(tokens=tokens, on_host=self._boundary.down(tokens), probabilities=tuple(probabilities))
 
     def _fill(self, rows: StepRows) -> list[Tensor]:
         """Run the MTP modules over the pending rows; per module the states of the drafting requests' anchors.
@@ -178,74 +191,54 @@ class Shard:
         order = order[counts[order] > 0]  # without rows: complete, only the coordinator has not heard of it
         if not len(order):
             nothing = torch.zeros(
-                rows.num_drafting(0), self._model.config.hidden_size, dtype=self._model.dtype
+                rows.num_drafting(0),
+                self._model.config.hidden_size,
+                dtype=self._model.dtype,
+                device=self._boundary.device,
             )
             return [nothing] * self._mtp_modules.num_modules
         fill = self._pending.take(slots[order])
         last_states = self._mtp_modules.fill(
-            slots[order], fill.starts, fill.counts, fill.token_ids, fill.hidden
+            slots[order], fill.starts, fill.counts, self._boundary.up(fill.token_ids), fill.hidden
         )
         place = np.zeros_like(slots)
         place[order] = np.arange(len(order))
-        drafting = torch.from_numpy(place[: rows.num_drafting(0)])
+        drafting = self._boundary.up(place[: rows.num_drafting(0)])
         return [states[drafting] for states in last_states]
 
-    def _verify(self, step: StepInput, rows: StepRows, drafts: Tensor) -> Tensor:
+    def _verify(self, step: StepInput, rows: StepRows, drafts: Drafts) -> Tensor:
         """[T, hidden] states of the target over anchors, drafts and chunk rows, in one forward."""
-        token_ids = torch.empty(rows.num_rows, dtype=torch.int64)
-        verify_rows = np.arange(rows.num_verify_rows)
+        token_ids = np.empty(rows.num_rows, np.int64)
         anchor_rows = np.cumsum(rows.k + 1) - (rows.k + 1)
-        anchors = self._progress.anchors(rows.slots[: rows.num_verifies])
-        token_ids[torch.from_numpy(anchor_rows)] = torch.from_numpy(anchors)
-        token_ids[torch.from_numpy(np.setdiff1d(verify_rows, anchor_rows, assume_unique=True))] = drafts
-        token_ids[rows.num_verify_rows :] = torch.from_numpy(step.ids.astype(np.int64))
-        row_batch = self._tables.rows(
-            rows.slots, rows.starts, rows.counts, limits=rows.limits, readonly=rows.readonly
-        )
-        return self._model.forward(token_ids, row_batch, self._cache)
+        token_ids[anchor_rows] = self._progress.anchors(rows.slots[: rows.num_verifies])
+        verify_rows = np.arange(rows.num_verify_rows)
+        token_ids[np.setdiff1d(verify_rows, anchor_rows, assume_unique=True)] = drafts.on_host
+        token_ids[rows.num_verify_rows :] = step.ids
+        return self._model.forward(self._boundary.up(token_ids), self._slot_rows.target(rows), self._cache)
 
-    def _sample(self, rows: StepRows, hidden: Tensor, drafts: Tensor) -> Verified:
+    def _sample(self, rows: StepRows, hidden: Tensor, drafts: Drafts) -> Verified:
         """The tokens of every verify row and of every final chunk."""
         target_rows, _, _ = rows.sampled_rows()
         if len(target_rows) < len(hidden):
-            hidden = hidden[torch.from_numpy(target_rows)]
+            hidden = hidden[self._boundary.up(target_rows)]
         return self._sampler.verify(self._model.logits(hidden), rows, drafts)
 
     def _fill_prompt(self, step: StepInput, rows: StepRows, hidden: Tensor) -> None:
-        """Run the MTP modules over the chunks' own rows: slot p from h[p-1] and t[p]; slot 0 stays empty.
-
-        The first row after a prefix hit gives only its h: nobody has the state before it. The rows of the hit
-        that follow are run, in whichever chunks they come, for the states that later modules need.
-        """
+        """Run the MTP modules over the chunks' own rows."""
         chunks = slice(rows.num_verifies, None)
-        slots, starts, counts = rows.slots[chunks], rows.starts[chunks], rows.counts[chunks]
-        is_carried = self._pending.is_carried(slots, starts)
-        firsts = np.where(is_carried, starts, starts + 1)
-        fills = starts + counts - firsts
-        if not fills.sum():
+        fill = PromptFill.of(rows, self._pending.is_carried(rows.slots[chunks], rows.starts[chunks]))
+        if not fill.num_rows:
             return
-        chunk_hidden = hidden[rows.num_verify_rows :]
-        first_rows = np.cumsum(counts) - counts
-        request = np.repeat(np.arange(len(slots)), fills)
-        positions = firsts[request] + np.arange(len(request)) - (np.cumsum(fills) - fills)[request]
-        offsets = positions - starts[request]
-        previous = first_rows[request] + offsets - 1
-        continued = np.flatnonzero(is_carried)
-        if len(continued):
-            carried_row = np.zeros(len(slots), np.int64)
-            carried_row[continued] = len(chunk_hidden) + np.arange(len(continued))
-            previous = np.where(offsets == 0, carried_row[request], previous)
-            carried = self._pending.take_carried(slots[continued])
-            chunk_hidden = torch.cat([chunk_hidden, carried])
-        token_ids = torch.from_numpy(step.ids.astype(np.int64)[first_rows[request] + offsets])
-        filled = fills > 0
+        states = hidden[rows.num_verify_rows :]
+        if len(fill.continued):
+            states = torch.cat([states, self._pending.take_carried(fill.continued)])
         self._mtp_modules.fill(
-            slots[filled],
-            firsts[filled],
-            fills[filled],
-            token_ids,
-            chunk_hidden[torch.from_numpy(previous)],
-            readonly=np.maximum(rows.readonly[chunks] - (firsts - starts), 0)[filled],
+            fill.slots,
+            fill.starts,
+            fill.counts,
+            self._boundary.up(step.ids.astype(np.int64)[fill.ids]),
+            states[self._boundary.up(fill.previous)],
+            readonly=fill.readonly,
         )
 
     def _take_emitted(self, rows: StepRows, num_emitted: Int64s, tokens: Int64s, hidden: Tensor) -> None:
@@ -270,35 +263,20 @@ class Shard:
             rows.token_starts,
             num_emitted,
             accepted,
-            hidden[torch.from_numpy(target_rows[emitted])],
+            hidden[self._boundary.up(target_rows[emitted])],
         )
         if rows.middle.any():
             last_rows = np.cumsum(rows.counts)[rows.middle] - 1
             following = (rows.starts + rows.counts)[rows.middle]
-            self._pending.carry(rows.slots[rows.middle], following, hidden[torch.from_numpy(last_rows)])
+            self._pending.carry(rows.slots[rows.middle], following, hidden[self._boundary.up(last_rows)])
 
-    def _mtp_rows(
-        self, module: int, slots: Int64s, starts: Int64s, counts: Int64s, readonly: Int64s | None
-    ) -> RowBatch:
-        return self._tables.rows(
-            slots,
-            starts,
-            counts,
-            limits=self._progress.limits(slots),
-            visible_from=self._pending.mtp_from(slots) + module,
-            readonly=readonly,
+    def _message(self, logprobs: Logprobs | None) -> TokenLogprobs | None:
+        if logprobs is None:
+            return None
+        down = self._boundary.down
+        return TokenLogprobs(
+            sampled=down(logprobs.sampled).astype(np.float32),
+            top_ids=down(logprobs.top_ids).astype(np.int32).reshape(-1),
+            top_values=down(logprobs.top_values).astype(np.float32).reshape(-1),
+            num_top=logprobs.top_ids.shape[1],
         )
-
-    def _mtp(self, module: int, token_ids: Tensor, previous: Tensor, rows: RowBatch) -> Tensor:
-        return self._model.mtp_forward(token_ids, previous, rows, self._cache, module=module)
-
-
-def _logprobs_message(logprobs: Logprobs | None) -> TokenLogprobs | None:
-    if logprobs is None:
-        return None
-    return TokenLogprobs(
-        sampled=logprobs.sampled.numpy().astype(np.float32),
-        top_ids=logprobs.top_ids.numpy().astype(np.int32).reshape(-1),
-        top_values=logprobs.top_values.numpy().astype(np.float32).reshape(-1),
-        num_top=logprobs.top_ids.shape[1],
-    )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.messages import Admission, SamplingSpec
+from actors.shard.boundary import Boundary
 from kernels_integration.logit_rules import Entries, LogitRules, Penalties
 
 logger = logging.getLogger(__name__)
@@ -26,22 +27,26 @@ _NO_TOKENS = np.empty(0, np.int64)
 class Preceding:
     """Drafts before each of R rows: tokens[first[r]:first[r] + count[r]], which may not be accepted yet."""
 
-    tokens: Int64s
+    tokens: Tensor
+    """On the device: only rules that ask for drafts wait for them."""
     first: Int64s
     """[R]"""
     count: Int64s
     """[R]"""
 
-    def of(self, row: int) -> Int64s:
-        return self.tokens[self.first[row] : self.first[row] + self.count[row]]
+    def on_host(self, boundary: Boundary) -> list[Int64s]:
+        """[R] the drafts before each row."""
+        tokens = boundary.down(self.tokens)
+        bounds = zip(self.first.tolist(), (self.first + self.count).tolist(), strict=True)
+        return [tokens[first:end] for first, end in bounds]
 
 
 class _Counts:
     """Penalised slots' tokens: one lane each of [lanes, V]."""
 
-    def __init__(self, slice_size: int) -> None:
-        self.completion = torch.zeros(0, slice_size, dtype=torch.int32)
-        self.in_prompt = torch.zeros(0, slice_size, dtype=torch.bool)
+    def __init__(self, slice_size: int, device: torch.device) -> None:
+        self.completion = torch.zeros(0, slice_size, dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros(0, slice_size, dtype=torch.bool, device=device)
         self._free: list[int] = []
 
     def take_lane(self) -> int:
@@ -100,10 +105,11 @@ class SlotRules:
     Rules that raise make their slot's rows draw nothing (NO_TOKEN), and touch no other.
     """
 
-    def __init__(self, *, vocab_start: int, slice_size: int) -> None:
+    def __init__(self, *, vocab_start: int, slice_size: int, boundary: Boundary) -> None:
         self._vocab_start = vocab_start
         self._slice_size = slice_size
-        self._counts = _Counts(slice_size)
+        self._boundary = boundary
+        self._counts = _Counts(slice_size, boundary.device)
         self._slots: dict[int, _Slot] = {}
         self._failed: set[int] = set()
         """Slots whose rules raised, until their next admission."""
@@ -134,7 +140,7 @@ class SlotRules:
         self._slots[admission.slot] = slot
         if slot.lane is not None:
             prompt, _ = self._columns(admission.history[: admission.prompt_len])
-            self._counts.in_prompt[slot.lane, torch.from_numpy(prompt)] = True
+            self._counts.in_prompt[slot.lane, self._boundary.up(prompt)] = True
         self.append(admission.slot, admission.history[admission.prompt_len :])
 
     def append(self, slot: int, tokens: NDArray[np.int32]) -> None:
@@ -153,33 +159,32 @@ class SlotRules:
             rules.completion += tokens.tolist()
         if rules.lane is not None:
             columns, _ = self._columns(tokens)
-            ones = torch.ones(len(columns), dtype=torch.int32)
-            self._counts.completion[rules.lane].index_add_(0, torch.from_numpy(columns), ones)
+            counts = self._counts.completion[rules.lane]
+            counts.index_add_(0, self._boundary.up(columns), counts.new_ones(len(columns)))
 
     def gather(self, slots: Int64s, positions: Int64s, preceding: Preceding | None) -> LogitRules | None:
         """Rules of rows that draw the tokens at `positions` for `slots`; None when no row has any."""
-        if not self._slots and not self._failed:
+        if self._slots.keys().isdisjoint(slots.tolist()) and self._failed.isdisjoint(slots.tolist()):
             return None
-        banned = self._banned(slots.tolist(), positions.tolist(), preceding)
+        drafts = [_NO_TOKENS] * len(slots) if preceding is None else preceding.on_host(self._boundary)
+        banned = self._banned(slots.tolist(), positions.tolist(), drafts)
         rows = [(row, self._slots[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._slots]
         failed = [row for row, slot in enumerate(slots.tolist()) if slot in self._failed]
-        if not rows and not failed:
-            return None
         restricted = [(row, rules) for row, rules in rows if rules.spec.allowed_token_ids]
         biased = [(row, rules) for row, rules in rows if len(rules.biased)]
         penalised = [(row, rules) for row, rules in rows if rules.lane is not None]
         return LogitRules(
-            restricted_rows=torch.tensor([row for row, _ in restricted]) if restricted else None,
-            allowed=_entries([(row, rules.allowed) for row, rules in restricted]),
-            banned=_entries(banned),
-            biased=_entries([(row, rules.biased) for row, rules in biased]),
-            bias=torch.from_numpy(np.concatenate([r.bias for _, r in biased])) if biased else None,
-            penalties=self._penalties(penalised, preceding) if penalised else None,
-            failed_rows=torch.tensor(failed) if failed else None,
+            restricted_rows=self._rows([row for row, _ in restricted]) if restricted else None,
+            allowed=self._entries([(row, rules.allowed) for row, rules in restricted]),
+            banned=self._entries(banned),
+            biased=self._entries([(row, rules.biased) for row, rules in biased]),
+            bias=self._boundary.up(np.concatenate([r.bias for _, r in biased])) if biased else None,
+            penalties=self._penalties(penalised, drafts) if penalised else None,
+            failed_rows=self._rows(failed) if failed else None,
         )
 
     def _banned(
-        self, slots: list[int], positions: list[int], preceding: Preceding | None
+        self, slots: list[int], positions: list[int], drafts: list[Int64s]
     ) -> list[tuple[int, Int64s]]:
         """Banned columns by row; slots whose rules raise fail here."""
         found: list[tuple[int, Int64s]] = []
@@ -188,7 +193,7 @@ class SlotRules:
             if rules is None or not (rules.bad_words or len(rules.ends)):
                 continue
             try:
-                found.append((row, np.array(rules.banned(position, _drafts(preceding, row)), np.int64)))
+                found.append((row, np.array(rules.banned(position, drafts[row]), np.int64)))
             except Exception:
                 logger.exception("the rules of slot %d cannot be applied", slot)
                 self.fail(slot)
@@ -200,23 +205,35 @@ class SlotRules:
         if old is not None and old.lane is not None:
             self._counts.give_back(old.lane)
 
-    def _penalties(self, rows: list[tuple[int, _Slot]], preceding: Preceding | None) -> Penalties:
-        lanes = torch.tensor([rules.lane for _, rules in rows])
+    def _penalties(self, rows: list[tuple[int, _Slot]], drafts: list[Int64s]) -> Penalties:
+        lanes = self._boundary.up(np.array([rules.lane for _, rules in rows], np.int64))
         counts = self._counts.completion[lanes]
-        if preceding is not None:
-            drafts = [preceding.of(row) for row, _ in rows]
-            columns, own = self._columns(np.concatenate(drafts))
-            entry = np.repeat(np.arange(len(rows)), [len(d) for d in drafts])[own]
-            flat = torch.from_numpy(entry * self._slice_size + columns)
-            counts.view(-1).index_add_(0, flat, torch.ones(len(flat), dtype=torch.int32))
+        before = [drafts[row] for row, _ in rows]
+        columns, own = self._columns(np.concatenate(before))
+        entry = np.repeat(np.arange(len(rows)), [len(d) for d in before])[own]
+        flat = self._boundary.up(entry * self._slice_size + columns)
+        counts.view(-1).index_add_(0, flat, counts.new_ones(len(flat)))
         return Penalties(
-            row=torch.tensor([row for row, _ in rows]),
-            repetition=_values([rules.spec.repetition_penalty for _, rules in rows]),
-            frequency=_values([rules.spec.frequency_penalty for _, rules in rows]),
-            presence=_values([rules.spec.presence_penalty for _, rules in rows]),
+            row=self._rows([row for row, _ in rows]),
+            repetition=self._values([rules.spec.repetition_penalty for _, rules in rows]),
+            frequency=self._values([rules.spec.frequency_penalty for _, rules in rows]),
+            presence=self._values([rules.spec.presence_penalty for _, rules in rows]),
             counts=counts,
             in_prompt=self._counts.in_prompt[lanes],
         )
+
+    def _entries(self, rows: list[tuple[int, Int64s]]) -> Entries | None:
+        columns = np.concatenate([c for _, c in rows]) if rows else _NO_TOKENS
+        if len(columns) == 0:
+            return None
+        row = np.repeat([row for row, _ in rows], [len(c) for _, c in rows])
+        return Entries(row=self._boundary.up(row), column=self._boundary.up(columns))
+
+    def _rows(self, rows: list[int]) -> Tensor:
+        return self._boundary.up(np.array(rows, np.int64))
+
+    def _values(self, values: list[float]) -> Tensor:
+        return self._boundary.up(np.array(values, np.float64))
 
     def _columns(self, tokens: list[int] | NDArray[np.int32] | Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
         """The slice's columns among `tokens`, in their order, and which tokens those are."""
@@ -231,19 +248,3 @@ class SlotRules:
             if 0 <= column < self._slice_size:
                 found.setdefault(len(before), {}).setdefault(tuple(before), []).append(column)
         return found
-
-
-def _drafts(preceding: Preceding | None, row: int) -> Int64s:
-    return _NO_TOKENS if preceding is None else preceding.of(row)
-
-
-def _entries(rows: list[tuple[int, Int64s]]) -> Entries | None:
-    columns = np.concatenate([c for _, c in rows]) if rows else _NO_TOKENS
-    if len(columns) == 0:
-        return None
-    row = np.repeat([row for row, _ in rows], [len(c) for _, c in rows])
-    return Entries(row=torch.from_numpy(row), column=torch.from_numpy(columns))
-
-
-def _values(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from actors.acceptance import count_emitted
 from actors.messages import RowKind, StepInput
@@ -95,7 +96,7 @@ class StepRows:
         v = self.num_verifies
         return np.concatenate([np.repeat(self.limits[:v], self.counts[:v]), self.limits[self.final]])
 
-    def preceding(self, drafts: Int64s) -> Preceding:
+    def preceding(self, drafts: Tensor) -> Preceding:
         """The drafts before each of `sampled_rows`; drafts: [sum k], packed by request."""
         num_tokens = self.k + 1
         first_rows = np.cumsum(num_tokens) - num_tokens

@@ -1,10 +1,11 @@
 """The acceptance rule against its definition."""
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.acceptance import count_emitted
+from actors.acceptance import count_emitted, length_of_walk
 from kernels_integration.token_marks import MASKED, NO_TOKEN
 
 
@@ -67,3 +68,16 @@ def test_emits_one_more_than_the_longest_right_prefix(data, k) -> None:
     tokens = data.draw(st.lists(token, min_size=k + 1, max_size=k + 1))
     right = max(n for n in range(k + 1) if drafts[:n] == tokens[:n])
     assert counts((drafts, tokens)) == [right + 1]
+
+
+@given(st.data(), st.integers(1, 5), st.integers(0, 6))
+def test_the_walk_is_the_same_of_arrays_and_tensors(data, num_verifies, k) -> None:
+    def rows(low: int, width: int) -> list[list[int]]:
+        row = st.lists(st.integers(low, 1), min_size=width, max_size=width)
+        return data.draw(st.lists(row, min_size=num_verifies, max_size=num_verifies))
+
+    drafts, tokens = np.array(rows(0, k)).reshape(num_verifies, k), np.array(rows(NO_TOKEN, k + 1))
+    expected = [len(accept(d, t)) for d, t in zip(drafts.tolist(), tokens.tolist(), strict=True)]
+    assert length_of_walk(drafts, tokens.copy()).tolist() == expected
+    found = length_of_walk(torch.from_numpy(drafts), torch.from_numpy(tokens))
+    assert (found.tolist(), found.dtype) == (expected, torch.int64)

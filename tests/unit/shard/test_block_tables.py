@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from actors.shard.block_tables import BlockTables
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import PlanError
+from tests.support.boundaries import ON_CPU
 
 NO_LIMIT = 10_000
 
@@ -28,6 +29,7 @@ def _tables(rank: int, size: int, interleave: int, block_size: int, num_blocks: 
         block_size=block_size,
         num_kv_blocks=num_blocks,
         dcp=dcp,
+        boundary=ON_CPU,
     )
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.shard.pending import PendingRows
+from tests.support.boundaries import ON_CPU
 
 CAPACITY = 8
 
@@ -33,7 +34,7 @@ class _Slot:
     )
 )
 def test_rows_wait_in_order_and_old_ones_fall_out(steps):
-    pending = PendingRows(num_slots=3, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
+    pending = PendingRows(num_slots=3, capacity=CAPACITY, hidden_size=2, dtype=torch.float64, boundary=ON_CPU)
     model = [_Slot() for _ in range(3)]
     for slot, accepted, fill in steps:
         expected = model[slot]
@@ -62,7 +63,7 @@ def test_rows_wait_in_order_and_old_ones_fall_out(steps):
 
 
 def test_several_requests_are_packed_in_the_order_asked():
-    pending = PendingRows(num_slots=3, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
+    pending = PendingRows(num_slots=3, capacity=CAPACITY, hidden_size=2, dtype=torch.float64, boundary=ON_CPU)
     slots, starts, counts = np.array([2, 0]), np.array([5, 9]), np.array([2, 1])
     tokens = np.array([50, 60, 90], np.int32)
     states = torch.tensor([_state(2, 5), _state(2, 6), _state(0, 9)]).double()
@@ -73,7 +74,7 @@ def test_several_requests_are_packed_in_the_order_asked():
 
 
 def test_a_chunk_carries_its_last_state_on():
-    pending = PendingRows(num_slots=2, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
+    pending = PendingRows(num_slots=2, capacity=CAPACITY, hidden_size=2, dtype=torch.float64, boundary=ON_CPU)
     one = np.array([1])
     assert not pending.is_carried(one, np.array([64])).any()
     pending.carry(one, np.array([64]), torch.tensor([_state(1, 64)]).double())
@@ -88,7 +89,7 @@ def test_a_chunk_carries_its_last_state_on():
 
 
 def test_a_request_may_have_nothing_to_store_or_take():
-    pending = PendingRows(num_slots=2, capacity=CAPACITY, hidden_size=2, dtype=torch.float64)
+    pending = PendingRows(num_slots=2, capacity=CAPACITY, hidden_size=2, dtype=torch.float64, boundary=ON_CPU)
     states = torch.tensor([_state(1, 5)]).double()
     pending.store(np.array([0, 1]), np.array([9, 5]), np.array([0, 1]), np.array([3], np.int32), states)
     taken = pending.take(np.array([0, 1]))
@@ -97,7 +98,7 @@ def test_a_request_may_have_nothing_to_store_or_take():
 
 
 def test_an_admission_starts_afresh():
-    pending = PendingRows(num_slots=1, capacity=2, hidden_size=2, dtype=torch.float64)
+    pending = PendingRows(num_slots=1, capacity=2, hidden_size=2, dtype=torch.float64, boundary=ON_CPU)
     none, one = np.array([0]), np.array([1])
     for start in (1, 2, 3):
         state = torch.tensor([_state(0, start)]).double()
@@ -110,7 +111,7 @@ def test_an_admission_starts_afresh():
 
 
 def test_an_admission_forgets_what_was_carried():
-    pending = PendingRows(num_slots=1, capacity=2, hidden_size=2, dtype=torch.float64)
+    pending = PendingRows(num_slots=1, capacity=2, hidden_size=2, dtype=torch.float64, boundary=ON_CPU)
     none, at = np.array([0]), np.array([9])
     pending.carry(none, at, torch.tensor([_state(0, 9)]).double())
     pending.reset(0)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from actors.messages import Admission, SamplingSpec
 from actors.shard.slot_rules import Preceding, SlotRules
+from tests.support.boundaries import ON_CPU
 from tests.support.sampling_reference import edited_logits
 
 VOCAB = 12
@@ -69,7 +70,7 @@ def admission(slot: int, spec: SamplingSpec, history: list[int], prompt_len: int
 )
 def test_every_row_is_edited_as_if_it_were_alone(requests, num_ranks):
     size = VOCAB // num_ranks
-    ranks = [SlotRules(vocab_start=r * size, slice_size=size) for r in range(num_ranks)]
+    ranks = [SlotRules(vocab_start=r * size, slice_size=size, boundary=ON_CPU) for r in range(num_ranks)]
     slots, positions, drafts, first, count, expected = [], [], [], [], [], []
     num_rows = sum(len(d) + 1 for *_, d in requests)
     logits = torch.randn(num_rows, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -92,7 +93,7 @@ def test_every_row_is_edited_as_if_it_were_alone(requests, num_ranks):
             )
         drafts += d
     preceding = Preceding(
-        tokens=np.array(drafts, np.int64), first=np.array(first), count=np.array(count, np.int64)
+        tokens=torch.tensor(drafts, dtype=torch.int64), first=np.array(first), count=np.array(count, np.int64)
     )
     parts = []
     for rank, local in zip(ranks, logits.split(size, dim=1), strict=True):
@@ -104,7 +105,7 @@ def test_every_row_is_edited_as_if_it_were_alone(requests, num_ranks):
 
 
 def test_requests_without_rules_cost_nothing():
-    rules = SlotRules(vocab_start=0, slice_size=VOCAB)
+    rules = SlotRules(vocab_start=0, slice_size=VOCAB, boundary=ON_CPU)
     rules.admit(admission(0, SamplingSpec(temperature=0.5, top_k=3, min_tokens=0), [1, 2], 1))
     rules.append(0, np.array([3], np.int32))
     assert rules.gather(np.array([0]), np.array([3]), None) is None
@@ -116,7 +117,7 @@ def test_requests_without_rules_cost_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_minus_infinity_stays(dtype):
     """Padding columns and banned tokens are not raised by any rule."""
-    rules = SlotRules(vocab_start=0, slice_size=4)
+    rules = SlotRules(vocab_start=0, slice_size=4, boundary=ON_CPU)
     spec = SamplingSpec(
         presence_penalty=-2.0,
         frequency_penalty=-2.0,
