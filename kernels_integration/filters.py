@@ -105,7 +105,7 @@ def surviving(scaled: Tensor, vocab_start: int, cuts: Cuts, comm: Collectives) -
 
 
 def num_kept(distance: Tensor, *, limit: Tensor, top_p: Tensor, floor: Tensor, vocab_size: int) -> Tensor:
-    """[R, 1] int64: how many of whole rows, sorted best first, min-p, top-k and top-p keep. Reads nothing back.
+    """[R, 1] int64: how many of whole rows, sorted best first, the three filters keep. Reads nothing back.
 
     distance [R, vocab_size] float64: value - best value; limit [R, 1]: top-k or the vocabulary; top_p,
     floor [R, 1]: floor is log(min_p).
