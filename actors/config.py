@@ -22,6 +22,8 @@ class GroupConfig:
     """Rows (first, last, k) by the number of running requests; instead of choosing by measurement."""
     num_mtp_modules: int = 1
     """MTP layers that draft, at least 1. As many rows before the end of a prefix hit are computed again."""
+    vocab_size: int = 2**31
+    """Every token id that a request brings is below it."""
     max_model_len: int
     """Tokens of prompt and completion together, at most."""
     max_num_seqs: int

@@ -7,7 +7,7 @@ collectives. In deferred mode they run the next step while the caller reads the 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from tokenizers import Tokenizer
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from actors.config import GroupConfig
 from actors.coordinator.coordinator import Coordinator
 from actors.messages import StepInput, StepOutput
-from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.shard.build import build_shard
 from actors.shard.shard import Shard
 from actors.stats import GroupStats
@@ -50,8 +50,8 @@ class InlineGroup:
     def submit(self, request: Request) -> None:
         self._coordinator.submit(request)
 
-    def abort(self, request_ids: list[str]) -> None:
-        self._coordinator.abort(request_ids)
+    def abort(self, keys: Iterable[SequenceKey]) -> None:
+        self._coordinator.abort(keys)
 
     def stats(self) -> GroupStats:
         return self._coordinator.stats()

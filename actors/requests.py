@@ -1,30 +1,56 @@
 """What travels between a front end (gateway, LLM, batch) and a coordinator."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from actors.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class SequenceKey(msgspec.Struct, frozen=True, array_like=True):
+    """What a front end and a coordinator call one sequence.
+
+    The user's id does not suffice: a retry has the same, and so have the n completions of a request.
+    """
+
+    request_id: str
+    incarnation: int = 0
+    """Drawn by the front end anew for every call that it answers; no other front end draws the same."""
+    index: int = 0
+    """Of the completion, below n."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated request: token ids inside the vocabulary, length checked, parameters legal."""
+    """A validated request: token ids inside the vocabulary, length checked, parameters legal.
+
+    With params.n > 1 it stands for n sequences, which cluster.answering.choices makes of it.
+    """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    """The user's."""
+    incarnation: int = 0
+    index: int = 0
+    """Of SequenceKey."""
+    prompt_token_ids: tuple[TokenId, ...]
     params: SamplingParams
-    seed: int
+    seed: Annotated[int, Meta(ge=0)]
     """uint64: params.seed, or drawn by the front end (and reported by it)."""
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[TokenId, ...]
     """Tokens that end the stream, unless params.ignore_eos."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
-    priority: int = 0
+    priority: Annotated[int, Meta(le=2**63 - 1)] = 0
     """Lower is served first, under the priority policy only."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """params.bad_words as token sequences, whose last token never follows the others in the completion."""
+
+    @property
+    def key(self) -> SequenceKey:
+        return SequenceKey(self.request_id, self.incarnation, self.index)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -36,10 +62,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of a request (a delta) with its totals so far. The last one has a finish_reason."""
+    """New tokens of a sequence (a delta) with its totals so far. The last one has a finish_reason."""
 
     request_id: str
+    incarnation: int = 0
+    index: int = 0
     token_ids: tuple[int, ...]
+    num_held: int = 0
+    """So many of the newest tokens may be part of a stop string that is not complete yet: who shows tokens as
+    they come waits with them. 0 in the last update."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """As many as token_ids when asked for, else empty."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -53,10 +84,30 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
+    @property
+    def key(self) -> SequenceKey:
+        return SequenceKey(self.request_id, self.incarnation, self.index)
+
 
 class RequestFailed(msgspec.Struct, frozen=True, kw_only=True):
-    """The request ended without a result. `code` is a LatentrayError code; "aborted" after an abort."""
+    """The sequence ended without a result. `code` is a LatentrayError code; "aborted" after an abort."""
 
     request_id: str
+    incarnation: int = 0
+    index: int = 0
     code: str
     message: str
+
+    @classmethod
+    def of(cls, key: SequenceKey, code: str, message: str) -> "RequestFailed":
+        return cls(
+            request_id=key.request_id,
+            incarnation=key.incarnation,
+            index=key.index,
+            code=code,
+            message=message,
+        )
+
+    @property
+    def key(self) -> SequenceKey:
+        return SequenceKey(self.request_id, self.incarnation, self.index)

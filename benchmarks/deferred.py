@@ -17,6 +17,7 @@ from actors.config import GroupConfig
 from actors.inline_group import InlineGroup
 from actors.requests import Request
 from benchmarks import harness
+from cluster.answering.answering import Answering
 from cluster.answering.group_client import GroupClient
 from cluster.launch.group import launch_group
 
@@ -112,7 +113,7 @@ async def run_served(addresses: dict[str, str], num_requests: int, repeats: int)
     """The modes take turns."""
 
     async def drain(client: GroupClient, request: Request) -> None:
-        async for _ in client.generate(request):
+        async for _ in Answering([client]).run(request):
             pass
 
     seconds: Seconds = {mode: [] for mode in addresses}

@@ -3,16 +3,15 @@
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
-from actors.requests import RequestFailed
 from actors.sampling_params import SamplingParams
 from actors.stats import GroupStats
 from cluster.answering.engine import Engine, Executor, Progress, start_engine
 from cluster.config import EngineArgs, load_settings
-from cluster.errors import from_code
 from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import OutputBuilder, RequestOutput
 from cluster.report.progress import progress_bar
@@ -177,32 +176,16 @@ class LLM:
     ) -> list[RequestOutput]:
         each = zip(prompts, params, priorities, strict=True)
         builders = [self._builder(index, *one) for index, one in enumerate(each)]
-        of_request = {part.request_id: builder for builder in builders for part in builder.requests}
-        live = set(of_request)
-        engine = self.engine
-        try:
-            for builder in builders:
-                for request in builder.requests:
-                    engine.submit(request)
-            with progress_bar("Prompts", len(builders), enabled=use_tqdm) as bar:
-                while live:
-                    found = engine.updates()
-                    assert found, f"the engine lost requests {sorted(live)}"
-                    for update in found:
-                        if update.request_id not in live:
-                            continue  # of an earlier call that was interrupted
-                        if isinstance(update, RequestFailed):
-                            live.discard(update.request_id)
-                            raise from_code(update.code, update.message)
-                        builder = of_request[update.request_id]
-                        builder.push(update)
-                        if update.finish_reason is not None:
-                            live.discard(update.request_id)
-                            if builder.finished:
-                                bar.advance()
-        finally:
-            if live:
-                engine.abort(live)
+        by_id = {builder.request.request_id: builder for builder in builders}
+        updates = self.engine.run(builder.request for builder in builders)
+        with progress_bar("Prompts", len(builders), enabled=use_tqdm) as bar, closing(updates):
+            for request_id, update in updates:
+                if isinstance(update, Exception):
+                    raise update
+                builder = by_id[request_id]
+                builder.push(update)
+                if builder.finished:
+                    bar.advance()
         return [builder.output() for builder in builders]
 
     def _builder(

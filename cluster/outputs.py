@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from actors.requests import FinishReason, Request, RequestUpdate, TokenLogprob
-from cluster.answering.choices import choices
 from cluster.frontend.front_end import ModelFrontend
+from kernels_integration.philox import choice_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class RequestOutput:
 class _Choice:
     """Collects the updates of one completion; owns its text."""
 
-    def __init__(self, request: Request, frontend: ModelFrontend) -> None:
-        self.request = request
+    def __init__(self, request: Request, index: int, frontend: ModelFrontend) -> None:
+        self.seed = choice_seed(request.seed, index)
         self.stream = frontend.text_stream(request.params)
         self.text: list[str] = []
         self.token_ids: list[int] = []
@@ -84,36 +84,27 @@ class OutputBuilder:
         self.request = request
         self._prompt = prompt
         self._tokenizer = frontend.tokenizer
-        self._choices = {part.request_id: _Choice(part, frontend) for part in choices(request)}
+        self._choices = [_Choice(request, index, frontend) for index in range(request.params.n)]
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
-    def requests(self) -> tuple[Request, ...]:
-        """What an engine gets: one request for each completion."""
-        return tuple(choice.request for choice in self._choices.values())
-
-    @property
     def finished(self) -> bool:
-        return all(choice.last.finish_reason is not None for choice in self._choices.values())
+        return all(choice.last.finish_reason is not None for choice in self._choices)
 
     def push(self, update: RequestUpdate) -> str:
-        """Add an update of one of `requests`. Returns the text that it makes certain."""
+        """Add an update of the request. Returns the text that it makes certain."""
         self._prompt_logprobs = self._prompt_logprobs or update.prompt_logprobs
-        return self._choices[update.request_id].push(update)
+        return self._choices[update.index].push(update)
 
     def output(self) -> RequestOutput:
         """The result so far."""
-        completions = list(self._choices.values())
+        completions = self._choices
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(self.request.prompt_token_ids),
-            prompt_logprobs=(
-                None
-                if self.request.params.prompt_logprobs is None
-                else [None, *(self._alternatives(entry) for entry in self._prompt_logprobs)]
-            ),
-            outputs=[self._completion(index, choice) for index, choice in enumerate(completions)],
+            prompt_logprobs=self.prompt_logprobs(),
+            outputs=[self.completion(index) for index in range(len(completions))],
             finished=self.finished,
             seed=self.request.seed,
             num_cached_tokens=max(choice.last.num_cached_tokens for choice in completions),
@@ -121,7 +112,15 @@ class OutputBuilder:
             num_accepted_tokens=sum(choice.last.num_accepted_tokens for choice in completions),
         )
 
-    def _completion(self, index: int, choice: _Choice) -> CompletionOutput:
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Of the prompt's tokens; None when not asked for."""
+        if self.request.params.prompt_logprobs is None:
+            return None
+        return [None, *(self._alternatives(entry) for entry in self._prompt_logprobs)]
+
+    def completion(self, index: int) -> CompletionOutput:
+        """One of the n, so far."""
+        choice = self._choices[index]
         wanted = self.request.params.logprobs is not None
         return CompletionOutput(
             index=index,
@@ -131,7 +130,7 @@ class OutputBuilder:
             logprobs=[self._alternatives(entry) for entry in choice.logprobs] if wanted else None,
             finish_reason=choice.last.finish_reason,
             stop_reason=choice.last.matched_stop,
-            seed=choice.request.seed,
+            seed=choice.seed,
         )
 
     def _alternatives(self, entry: TokenLogprob) -> dict[int, Logprob]:

@@ -68,6 +68,14 @@ class DuplicateRequestError(LatentrayError):
 
     code = "duplicate_request"
 
+    @classmethod
+    def of(cls, request_id: str) -> "DuplicateRequestError":
+        """The one wording."""
+        return cls(
+            f"request_id {shown(request_id)} belongs to a live request; "
+            "wait for its end, abort it, or send another id"
+        )
+
 
 class OverloadedError(LatentrayError):
     """The queue or the token budget is full; try again later."""

@@ -1,5 +1,6 @@
 """The coordinator: requests in, one message per step out, one report per step back, updates out."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 
@@ -22,11 +23,13 @@ from actors.coordinator.step_message import build_step_input
 from actors.coordinator.steps_in_flight import STEPS_IN_FLIGHT, StepInFlight, StepsInFlight, judged_tokens
 from actors.coordinator.timings import Timings
 from actors.messages import PENDING_CAPACITY, RowKind, StepInput, StepOutput
-from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
 from kernels_integration.errors import DuplicateRequestError, LatentrayError
 from kernels_integration.spans import Spans
 from kernels_integration.token_marks import MASKED, NO_TOKEN
+
+logger = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -64,7 +67,7 @@ class Coordinator:
             prefix_cache=self._prefix_cache,
             draft_policy=self._draft_policy,
         )
-        self._live: dict[str, RequestState] = {}
+        self._live: dict[SequenceKey, RequestState] = {}
         self._steps = StepsInFlight(max_steps_in_flight or STEPS_IN_FLIGHT[config.scheduling])
         self._updates: list[RequestUpdate | RequestFailed] = []
         self._counters = AcceptanceCounters(config.num_speculative_tokens)
@@ -89,34 +92,30 @@ class Coordinator:
         return self._steps.age_s(self._clock())
 
     def submit(self, request: Request) -> None:
-        """Queue a request. An id may be used again once its request has ended.
+        """Queue a request of one sequence. A key may be used again once its sequence has ended.
 
         Errors: DuplicateRequestError; InvalidRequestError for a request that could never run.
         """
-        request_id = request.request_id
-        if request_id in self._live:
-            raise DuplicateRequestError(
-                f"request id {request_id!r} belongs to a live request; ids must differ: "
-                "choose another, or wait until that request has ended"
-            )
+        if request.key in self._live:
+            raise DuplicateRequestError.of(request.request_id)
         limit = checked_limit(request, self._config, self._blocks, has_tokenizer=self._tokenizer is not None)
         self._num_arrivals += 1
         priority = request.priority if self._config.scheduling_policy == "priority" else 0
         rank = (priority, self._num_arrivals)
         state = RequestState(request, rank=rank, limit=limit, tokenizer=self._tokenizer)
-        self._live[request_id] = state
+        self._live[request.key] = state
         self._scheduler.add(state)
-        self._timings.submitted(request_id)
+        self._timings.submitted(request.key)
         self._num_prompt_tokens += state.num_prompt_tokens
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests in any phase with RequestFailed "aborted"; ids that are not live are ignored.
+    def abort(self, keys: Iterable[SequenceKey]) -> None:
+        """End sequences in any phase with RequestFailed "aborted"; keys that are not live are ignored.
 
         Slot and blocks are free at once, also with a step in flight: that step's result no longer counts.
         """
-        for request_id in request_ids:
-            if request_id in self._live:
-                self._fail(self._live[request_id], "aborted", "the request was aborted")
+        for key in keys:
+            if key in self._live:
+                self._fail(self._live[key], "aborted", "the request was aborted")
                 self._num_aborted += 1
 
     def fail_all(self, error: LatentrayError) -> None:
@@ -239,7 +238,7 @@ class Coordinator:
     def _take_admissions(self, admitted: list[RequestState]) -> None:
         self._draft_policy.admitted([request.slot for request in admitted])
         for request in admitted:
-            self._timings.admitted(request.request.request_id)
+            self._timings.admitted(request.request.key)
             if self._config.enable_prefix_caching and request.prompt_logprobs is None:
                 self._num_cache_queries += len(request.tokens)
                 self._num_cache_hits += request.num_hit_tokens
@@ -303,16 +302,24 @@ class Coordinator:
         if emitted and emitted[-1] == NO_TOKEN:
             if len(emitted) > 1:
                 self._commit(state, emitted[:-1], logprobs, first_row)
-            if state.stop.finish_reason is None:
+            if state.request.key in self._live:
                 self._fail(state, *drew_nothing(state))
             return
-        kept = state.commit(emitted)
+        try:
+            kept = state.commit(emitted)
+        except Exception as error:  # such as of the tokenizer: no other request shall end with this one
+            logger.exception("a request failed when its tokens were committed")
+            self._fail(state, LatentrayError.code, f"its tokens could not be read: {type(error).__name__}")
+            return
         self._num_generated_tokens += len(kept)
-        num_top, stop = state.num_logprobs, state.stop
+        num_top, stop, request = state.num_logprobs, state.stop, state.request
         self._updates.append(
             RequestUpdate(
-                request_id=state.request.request_id,
+                request_id=request.request_id,
+                incarnation=request.incarnation,
+                index=request.index,
                 token_ids=kept,
+                num_held=stop.num_held,
                 logprobs=logprobs.of(kept, first_row, num_top) if num_top is not None else (),
                 prompt_logprobs=state.prompt_logprobs.take() if state.prompt_logprobs else (),
                 finish_reason=stop.finish_reason,
@@ -325,19 +332,19 @@ class Coordinator:
             )
         )
         if len(kept) == len(state.tokens) - state.num_prompt_tokens:
-            self._timings.first_token(state.request.request_id)
+            self._timings.first_token(request.key)
         if stop.finish_reason is not None:
-            self._timings.finished(state.request.request_id)
+            self._timings.finished(request.key)
             self._end(state)
             self._num_finished += 1
 
     def _fail(self, state: RequestState, code: str, message: str) -> None:
         self._end(state)
-        self._updates.append(RequestFailed(request_id=state.request.request_id, code=code, message=message))
+        self._updates.append(RequestFailed.of(state.request.key, code, message))
 
     def _end(self, state: RequestState) -> None:
-        del self._live[state.request.request_id]
-        self._timings.ended(state.request.request_id)
+        del self._live[state.request.key]
+        self._timings.ended(state.request.key)
         self._scheduler.remove(state)
 
 

@@ -1,5 +1,7 @@
 """How long a request may become, and which ones could never run."""
 
+from itertools import chain
+
 from actors.config import GroupConfig
 from actors.coordinator.blocks import BlockManager
 from actors.requests import Request
@@ -17,6 +19,11 @@ def checked_limit(request: Request, config: GroupConfig, blocks: BlockManager, *
         raise InvalidRequestError(
             f"the prompt has {prompt_len} tokens; it must have 1 to {max_model_len - 1}: one more must "
             f"fit max-model-len {max_model_len}; change the prompt, or serve with a larger max-model-len",
+            field="prompt_token_ids",
+        )
+    if (token_id := _largest_token_id(request)) >= config.vocab_size:
+        raise InvalidRequestError(
+            f"the request holds token id {token_id}; token ids are below {config.vocab_size}",
             field="prompt_token_ids",
         )
     if params.stop and not has_tokenizer:
@@ -38,3 +45,10 @@ def checked_limit(request: Request, config: GroupConfig, blocks: BlockManager, *
             field="max_tokens",
         )
     return limit
+
+
+def _largest_token_id(request: Request) -> int:
+    """Of all that the shards would look up. Front ends check them too, and say which field is wrong."""
+    params = request.params
+    lists = (request.prompt_token_ids, request.eos_token_ids, params.stop_token_ids, *request.bad_words)
+    return max(chain(*lists, params.allowed_token_ids or (), params.logit_bias or ()))

@@ -1,5 +1,6 @@
 """Where a completion ends: EOS, stop ids, stop strings, length - the first by position wins."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
@@ -8,32 +9,89 @@ from actors.detokenizer import IncrementalDetokenizer
 from actors.requests import FinishReason, Request
 
 
-class StopStringFinder:
-    """Finds stop strings in the text of a completion (the prompt is never looked at)."""
+class _StopString:
+    """Reads text in pieces and looks for one string in it (Knuth, Morris and Pratt): linear in the text."""
 
-    __slots__ = ("_detokenizer", "_stop", "_tail", "_tail_len")
+    __slots__ = ("_borders", "_text", "num_matched")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._borders = [0]
+        """[i]: length of the longest proper end of text[: i + 1] that begins it; grown when needed."""
+        self.num_matched = 0
+        """Length of the longest end of what was read that begins the string, and is not all of it."""
+
+    def push(self, piece: str) -> int:
+        """Characters of the piece up to where the string first ends in it; 0: nowhere."""
+        text, matched = self._text, self.num_matched
+        if not matched and text[0] not in piece:
+            return 0
+        first_end = 0
+        for i, char in enumerate(piece, start=1):
+            while matched and char != text[matched]:
+                matched = self._border(matched)
+            matched += char == text[matched]
+            if matched == len(text):
+                first_end = first_end or i
+                matched = self._border(matched)
+        self.num_matched = matched
+        return first_end
+
+    def _border(self, length: int) -> int:
+        """Of the first `length` characters."""
+        text, borders = self._text, self._borders
+        while len(borders) < length:
+            border, character = borders[-1], text[len(borders)]
+            while border and text[border] != character:
+                border = borders[border - 1]
+            borders.append(border + (text[border] == character))
+        return borders[length - 1]
+
+
+class StopStringFinder:
+    """Finds stop strings in the text of a completion (the prompt is never looked at).
+
+    It also counts the tokens whose text may begin one: they are held until that is decided, and so is what
+    follows them. Without it a reader would be shown the first half of a stop string.
+    """
+
+    __slots__ = ("_detokenizer", "_ends", "_holds_unfinished", "_num_chars", "_num_unfinished", "_stop")
 
     def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stop = tuple(stop)
-        self._tail = ""
-        self._tail_len = max(map(len, stop)) - 1
+        self._stop = tuple((text, _StopString(text)) for text in stop)
+        # An unfinished UTF-8 sequence has no text yet; it can only begin a stop that starts outside ASCII.
+        self._holds_unfinished = any(not text[0].isascii() for text in stop)
+        self._num_unfinished = 0
+        self._num_chars = 0
+        self._ends: deque[int] = deque()
+        """Of each held token: characters of text up to its end, counted from the completion's start."""
+
+    @property
+    def num_held(self) -> int:
+        return len(self._ends)
 
     def push(self, token_id: int) -> str | None:
         """The stop string that ends in the text which this token makes certain.
 
         Of several, the one that ends first in the text, then the first of the list, as vLLM decides: so
-        the choice does not depend on how the text is cut into tokens.
+        the choice does not depend on how the text is cut into tokens. One that ended in earlier text was
+        refused there (min_tokens) and does not count again.
         """
         new = self._detokenizer.push((token_id,))
-        if not new:
-            return None
-        text, num_old = self._tail + new, len(self._tail)
-        self._tail = text[-self._tail_len :] if self._tail_len else ""
-        # What ended in earlier text was refused there (min_tokens) and does not count again.
-        found = {s: text.find(s, max(0, num_old - len(s) + 1)) for s in self._stop}
-        ends = {s: start + len(s) for s, start in found.items() if start >= 0}
-        return min(ends, key=ends.__getitem__) if ends else None
+        self._num_chars += len(new)
+        self._ends.append(self._num_chars)
+        self._num_unfinished = 0 if new else self._num_unfinished + 1
+        found, first_end = None, len(new) + 1
+        for text, string in self._stop if new else ():
+            end = string.push(new)
+            if 0 < end < first_end:
+                found, first_end = text, end
+        decided = self._num_chars - max(string.num_matched for _, string in self._stop)
+        num_unfinished = self._num_unfinished if self._holds_unfinished else 0
+        while len(self._ends) > num_unfinished and self._ends[0] <= decided:
+            self._ends.popleft()
+        return found
 
 
 class StopConditions:
@@ -66,6 +124,11 @@ class StopConditions:
             )
         self.finish_reason: FinishReason | None = None
         self.matched_stop: int | str | None = None
+
+    @property
+    def num_held(self) -> int:
+        """The newest tokens that wait for the decision whether a stop string begins in them."""
+        return 0 if self._strings is None or self.finish_reason is not None else self._strings.num_held
 
     def cut(self, num_tokens: int, emitted: Sequence[int]) -> int:
         """How many of `emitted` belong to the completion, that has `num_tokens` with its prompt so far.

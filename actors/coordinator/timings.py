@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from actors.requests import SequenceKey
 from actors.stats import PhaseTimes
 
 
@@ -22,25 +23,25 @@ class Timings:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._live: dict[str, _Phases] = {}
+        self._live: dict[SequenceKey, _Phases] = {}
         self._busy_since: float | None = None
         self._num_finished = 0
         self._queue_s = self._prefill_s = self._decode_s = 0.0
         self.schedule_s = self.step_s = self.process_s = 0.0
 
-    def submitted(self, request_id: str) -> None:
-        self._live[request_id] = _Phases(self._clock())
+    def submitted(self, key: SequenceKey) -> None:
+        self._live[key] = _Phases(self._clock())
 
-    def admitted(self, request_id: str) -> None:
-        phases = self._live[request_id]
+    def admitted(self, key: SequenceKey) -> None:
+        phases = self._live[key]
         if phases.admitted_at is None:
             phases.admitted_at = self._clock()
 
-    def first_token(self, request_id: str) -> None:
-        self._live[request_id].first_token_at = self._clock()
+    def first_token(self, key: SequenceKey) -> None:
+        self._live[key].first_token_at = self._clock()
 
-    def finished(self, request_id: str) -> None:
-        phases = self._live[request_id]
+    def finished(self, key: SequenceKey) -> None:
+        phases = self._live[key]
         assert phases.admitted_at is not None
         assert phases.first_token_at is not None
         self._num_finished += 1
@@ -48,9 +49,9 @@ class Timings:
         self._prefill_s += phases.first_token_at - phases.admitted_at
         self._decode_s += self._clock() - phases.first_token_at
 
-    def ended(self, request_id: str) -> None:
+    def ended(self, key: SequenceKey) -> None:
         """Finished or not."""
-        del self._live[request_id]
+        del self._live[key]
 
     def step_reported(self, sent_at: float, reported_at: float, *, goes_on: bool) -> float | None:
         """The seconds that the shards spent on this step; None if they had been idle before it.

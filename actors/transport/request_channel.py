@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
+from actors.transport.hearing import Hearing
+from kernels_integration.errors import shown
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,9 @@ BEAT_S = 0.5
 """Both ends say this often that they live."""
 CLIENT_SILENCE_S = 10.0
 """Generous: a front end that beats from its event loop may spend seconds in one call."""
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""A sender of larger messages is cut off before they are in memory."""
 
 ClientId = bytes
 
@@ -34,11 +39,18 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    request: Request
+    """One sequence. The request is decoded by itself, so that one that cannot be read fails under its key."""
+
+    key: SequenceKey
+    request: msgspec.Raw
+
+    @classmethod
+    def of(cls, request: Request) -> "Submit":
+        return cls(request.key, msgspec.Raw(encode(request)))
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    request_ids: tuple[str, ...]
+    keys: tuple[SequenceKey, ...]
 
 
 class Updates(msgspec.Struct, frozen=True, tag=True):
@@ -66,14 +78,26 @@ ToClient = Updates | GroupBeat
 encode = msgspec.msgpack.Encoder().encode
 _to_coordinator = msgspec.msgpack.Decoder(ToCoordinator)
 _to_client = msgspec.msgpack.Decoder(ToClient)
+_to_request = msgspec.msgpack.Decoder(Request)
 
 
 def decode_to_client(data: bytes) -> ToClient:
     return _to_client.decode(data)
 
 
+def decode_request(message: Submit) -> Request:
+    """Errors: any, of bytes that are no request: ValueError, RecursionError, LatentrayError."""
+    request = _to_request.decode(message.request)
+    if request.key != message.key:
+        raise ValueError(f"the request says that it is {request.key}, its message {message.key}")
+    return request
+
+
 class CoordinatorEnd:
-    """The coordinator's end. Not thread-safe: one loop owns it."""
+    """The coordinator's end. Not thread-safe: one loop owns it.
+
+    num_ignored: messages that could not be read. They end nothing but themselves.
+    """
 
     def __init__(
         self,
@@ -83,13 +107,13 @@ class CoordinatorEnd:
         clock: Callable[[], float] = time.monotonic,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        self._silence_s = silence_s
-        self._clock = clock
-        self._heard_at_s: dict[ClientId, float] = {}
+        self.num_ignored = 0
+        self._hearing: Hearing[ClientId] = Hearing(silence_s, clock=clock)
         self.socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         # Tokens are never dropped because a front end is behind; its silence ends its requests.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.bind(bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -103,23 +127,20 @@ class CoordinatorEnd:
                 return arrived
             try:
                 message = _to_coordinator.decode(b"".join(frames))
-            except msgspec.MsgspecError as error:
-                logger.warning("request channel: a message was ignored: %s", error)
+            except Exception as error:  # RecursionError, and whatever else the decoder makes of hostile bytes
+                self._ignore(error)
                 continue
-            is_known = client in self._heard_at_s
             if isinstance(message, Goodbye):
-                self._heard_at_s.pop(client, None)
-            else:
-                self._heard_at_s[client] = self._clock()
-            if not (isinstance(message, Hello) and is_known):
-                arrived.append((client, message))
+                self._hearing.forget(client)
+            elif not self._hearing.heard(client) and isinstance(message, Hello):
+                continue
+            arrived.append((client, message))
 
     def take_silent(self) -> list[ClientId]:
         """Forget and return the clients that were not heard from for longer than silence_s."""
-        now = self._clock()
-        silent = [client for client, at_s in self._heard_at_s.items() if now - at_s > self._silence_s]
+        silent = self._hearing.silent()
         for client in silent:
-            del self._heard_at_s[client]
+            self._hearing.forget(client)
         return silent
 
     def send(
@@ -134,11 +155,23 @@ class CoordinatorEnd:
     def beat(self, beat: GroupBeat, client: ClientId | None = None) -> None:
         """Tell one client, or every one that is connected, how the group is."""
         data = encode(beat)
-        for receiver in self._heard_at_s if client is None else (client,):
+        for receiver in self._hearing.peers if client is None else (client,):
             self._send(receiver, data)
 
     def close(self) -> None:
         self.socket.close(linger=500)
+
+    def _ignore(self, error: Exception) -> None:
+        self.num_ignored += 1
+        if (
+            self.num_ignored & (self.num_ignored - 1) == 0
+        ):  # the 1st, 2nd, 4th...: a flood must not fill the log
+            logger.warning(
+                "request channel: a message was ignored (%d so far): %s: %s",
+                self.num_ignored,
+                type(error).__name__,
+                shown(str(error)),
+            )
 
     def _send(self, client: ClientId, data: bytes) -> None:
         self.socket.send_multipart((client, data))

@@ -1,4 +1,6 @@
-"""n > 1: one request for each completion of a prompt."""
+"""From a user's request to the sequences that answer it."""
+
+import secrets
 
 from msgspec.structs import replace
 
@@ -7,22 +9,21 @@ from kernels_integration.philox import choice_seed
 
 
 def choices(request: Request) -> tuple[Request, ...]:
-    """The requests that together answer `request`; choice 0 is drawn as n = 1 would draw it.
+    """The n sequences of a new incarnation; sequence 0 is drawn as n = 1 would draw it.
 
-    Ids follow vLLM: "<choice>_<id>"; a request with n = 1 stays as it is. The prompt's log probabilities are
-    those of all choices; the first one brings them.
+    The prompt's log probabilities are those of all; the first one brings them.
     """
+    incarnation = secrets.randbits(63)
     params = request.params
-    if params.n == 1:
-        return (request,)
-    first = replace(params, n=1)
-    later = replace(params, n=1, prompt_logprobs=None)
+    first = replace(params, n=1) if params.n > 1 else params
+    later = replace(first, prompt_logprobs=None)
     return tuple(
         replace(
             request,
-            request_id=f"{choice}_{request.request_id}",
-            params=later if choice else first,
-            seed=choice_seed(request.seed, choice),
+            incarnation=incarnation,
+            index=index,
+            params=later if index else first,
+            seed=choice_seed(request.seed, index),
         )
-        for choice in range(params.n)
+        for index in range(params.n)
     )

@@ -1,43 +1,152 @@
-"""A group as a program sees it: submit requests, take what became known, without an event loop."""
+"""Answering for programs without an event loop: `LLM`, the command line, batches, benchmarks."""
 
-from collections.abc import Callable, Iterable
-from typing import Literal, Protocol, get_args
+import asyncio
+import queue
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from contextlib import aclosing
+from itertools import islice
+from typing import Any, Literal, TypeVar, get_args
 
 import tokenizers
 
 from actors.config import GroupConfig
-from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.requests import Request, RequestUpdate
 from actors.stats import GroupStats
+from cluster.answering.answering import Answering
+from cluster.answering.group import Group
 from cluster.report.trace import TraceFile
 from kernels_integration.errors import ConfigError
 from kernels_integration.spans import Span
 
 Executor = Literal["ray", "inline"]
 Progress = Callable[[str], None]
+Result = TypeVar("Result")
 
 
-class Engine(Protocol):
-    """One group. Used by one thread."""
+class Engine:
+    """One group behind blocking calls; its event loop runs in a thread of its own.
 
-    def submit(self, request: Request) -> None:
-        """Hand a request over; its updates come from `updates`."""
-        ...
+    take_trace: by actor, where time went since the last call. stop: ends the group, when the engine is
+    closed. trace_file: gets the trace then.
+    """
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests. Updates that were under way may still come."""
-        ...
+    def __init__(
+        self,
+        group: Group,
+        *,
+        take_trace: Callable[[], dict[str, list[Span]]],
+        stop: Callable[[], None],
+        trace_file: TraceFile | None = None,
+    ) -> None:
+        self.take_trace = take_trace
+        self._stop_group = stop
+        self._trace_file = trace_file
+        self._group = group
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="answering", daemon=True)
+        self._thread.start()
+        try:
+            self._answering = self._call(self._connect())
+        except BaseException:
+            self._stop()
+            raise
 
-    def updates(self) -> list[RequestUpdate | RequestFailed]:
-        """Wait until something became known of the submitted requests. [] when none is live."""
-        ...
+    def run(
+        self, requests: Iterable[Request | None], *, max_in_flight: int | None = None
+    ) -> Generator[tuple[str, RequestUpdate | Exception], None, None]:
+        """Answer requests; yields (request id, an update of the request or what ended it), as they come.
 
-    def stats(self) -> GroupStats: ...
+        requests: read as they can begin, at most max_in_flight before others have ended. A None among them
+        says "none for now": the next one is asked for after an update of one that runs. Ids are unique.
+        Leaving the loop early ends what still runs.
+        """
+        arrived: queue.SimpleQueue[tuple[str, RequestUpdate | Exception | None]] = queue.SimpleQueue()
+        tasks: set[asyncio.Task[None]] = set()
+        source = iter(requests)
+        num_live, room = 0, max_in_flight or sys.maxsize
+        try:
+            while True:
+                beginning = _up_to_none(islice(source, room - num_live))
+                if beginning:  # together, so that no step runs before the last of them is known
+                    num_live += len(beginning)
+                    self._loop.call_soon_threadsafe(self._begin, beginning, arrived.put, tasks)
+                if not num_live:
+                    return
+                request_id, update = arrived.get()
+                if update is None:
+                    num_live -= 1
+                else:
+                    yield request_id, update
+        finally:
+            self._call(_cancelled(tasks))
 
-    def take_trace(self) -> dict[str, list[Span]]:
-        """By actor: where time went since the last call; empty lists unless config.trace."""
-        ...
+    def stats(self) -> GroupStats:
+        """Counters of the group since it started, as of now."""
+        return self._call(self._group.current_stats())
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what runs, write the trace, stop the group."""
+        try:
+            if self._trace_file is not None:
+                self._trace_file.add(self.take_trace())
+                self._trace_file.write()
+        finally:
+            try:
+                self._call(self._group.close())
+            finally:
+                self._stop()
+
+    async def _connect(self) -> Answering:
+        await self._group.connect()
+        return Answering((self._group,))
+
+    def _begin(
+        self,
+        requests: Iterable[Request],
+        put: Callable[[tuple[str, RequestUpdate | Exception | None]], None],
+        tasks: "set[asyncio.Task[None]]",
+    ) -> None:
+        async def follow(request: Request) -> None:
+            try:
+                async with aclosing(self._answering.run(request)) as updates:
+                    async for update in updates:
+                        put((request.request_id, update))
+            except Exception as error:
+                put((request.request_id, error))
+            put((request.request_id, None))
+
+        for request in requests:
+            task = self._loop.create_task(follow(request))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._stop_group()
+
+
+def _up_to_none(requests: Iterable[Request | None]) -> list[Request]:
+    found = []
+    for request in requests:
+        if request is None:
+            break
+        found.append(request)
+    return found
+
+
+async def _cancelled(tasks: "set[asyncio.Task[None]]") -> None:
+    """End tasks and wait until they have."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def start_engine(
@@ -54,19 +163,22 @@ def start_engine(
     trace_file: written when the engine is closed, if config.trace.
     Errors: ConfigError for another executor; CheckpointError; ClusterTooSmallError, UnavailableError.
     """
-    if trace_file is not None:
-        from cluster.answering.traced_engine import TracedEngine
-
-        return TracedEngine(
-            TraceFile(trace_file),
-            start_engine(config, executor=executor, tokenizer=tokenizer, address=address, progress=progress),
-        )
+    if executor not in get_args(Executor):
+        raise ConfigError(f"executor is {executor!r}; it must be one of {', '.join(get_args(Executor))}")
+    trace = None if trace_file is None else TraceFile(trace_file)
     if executor == "inline":
-        from cluster.answering.inline_engine import InlineEngine
+        from actors.inline_group import InlineGroup
+        from cluster.answering.local_group import LocalGroup
 
-        return InlineEngine(config, tokenizer=tokenizer)
-    if executor == "ray":
-        from cluster.answering.ray_engine import RayEngine
+        inline = InlineGroup(config, tokenizer=tokenizer)
+        return Engine(LocalGroup(inline), take_trace=inline.take_trace, stop=inline.close, trace_file=trace)
+    from cluster.answering.group_client import GroupClient
+    from cluster.launch.group import launch_group
 
-        return RayEngine(config, address=address, progress=progress)
-    raise ConfigError(f"executor is {executor!r}; it must be one of {', '.join(get_args(Executor))}")
+    handle = launch_group(config, address=address, progress=progress or (lambda message: None))
+    return Engine(
+        GroupClient(handle.request_address),
+        take_trace=handle.take_trace,
+        stop=handle.stop,
+        trace_file=trace,
+    )

@@ -1,40 +1,47 @@
-"""A front end's connection to one coordinator: submit, stream, abort, health. No torch, no Ray."""
+"""A front end's connection to one coordinator: submit, deliver, abort, health. No torch, no Ray."""
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 
 import zmq
 import zmq.asyncio
 
-from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.requests import Request, SequenceKey
 from actors.stats import GroupStats
 from actors.transport import request_channel
+from actors.transport.hearing import Hearing
 from actors.transport.request_channel import Abort, Goodbye, GroupBeat, Hello, Submit, Updates
+from cluster.answering.group import Deliver
 from cluster.errors import from_code
-from kernels_integration.errors import DuplicateRequestError, LatentrayError, UnavailableError
+from kernels_integration.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 SILENCE_S = 3.0
 """A coordinator not heard for so long is taken for lost."""
 
 
 class GroupClient:
-    """Requests of one event loop to one group.
+    """A Group of one event loop, over sockets.
 
-    `request_address` comes from GroupHandle. `connect` (or `async with`) starts it in the running
-    loop; `generate` connects by itself. Ends its requests when it closes.
+    `request_address` comes from GroupHandle. `connect` (or `async with`) starts it in the running loop.
+    A sequence that it ends by itself, for whatever reason, it ends at the coordinator too: nothing runs
+    without a reader.
     """
 
     def __init__(self, request_address: str, *, silence_s: float = SILENCE_S) -> None:
         self.request_address = request_address
-        self._silence_s = silence_s
+        self._hearing: Hearing[str] = Hearing(silence_s)
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._streams: dict[str, asyncio.Queue[RequestUpdate | LatentrayError]] = {}
+        self._live: dict[SequenceKey, Deliver] = {}
         self._beat: GroupBeat | None = None
         self._heard_at_s = 0.0
+        self._is_silent = False
         self._first_beat = asyncio.Event()
 
     @property
@@ -72,7 +79,7 @@ class GroupClient:
             self._socket = socket
             self._tasks = [
                 asyncio.create_task(self._receive(socket), name="group-client-receive"),
-                asyncio.create_task(self._keep_alive(socket), name="group-client-beat"),
+                asyncio.create_task(self._keep_alive(), name="group-client-beat"),
             ]
         try:
             await asyncio.wait_for(self._first_beat.wait(), timeout_s)
@@ -82,46 +89,29 @@ class GroupClient:
                 "check that the group runs and that its port can be reached"
             ) from None
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
-        """The request's updates; the last has a finish_reason. Leaving the loop early aborts it.
-
-        Errors: the LatentrayError that the coordinator answered with; AbortedError after an abort;
-        UnavailableError when the group is lost; DuplicateRequestError for an id that is live.
-        """
-        await self.connect()
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """As Group.submit; the coordinator's refusal is delivered. Errors: UnavailableError."""
         if not self.healthy:
             raise UnavailableError(self.message)
-        request_id = request.request_id
-        if request_id in self._streams:
-            raise DuplicateRequestError(
-                f"request id {request_id!r} belongs to a live request; use another id"
-            )
-        stream: asyncio.Queue[RequestUpdate | LatentrayError] = asyncio.Queue()
-        self._streams[request_id] = stream
-        is_over = False
-        try:
-            await self._send(Submit(request))
-            while not is_over:
-                update = await stream.get()
-                is_over = isinstance(update, LatentrayError) or update.finish_reason is not None
-                if isinstance(update, LatentrayError):
-                    raise update
-                yield update
-        finally:
-            del self._streams[request_id]
-            if not is_over:
-                self._send_soon(Abort((request_id,)))
+        self._send(Submit.of(request))
+        self._live[request.key] = deliver
 
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; their streams raise AbortedError. Unknown ids are ignored."""
-        await self._send(Abort(tuple(request_ids)))
+    def abort(self, keys: Iterable[SequenceKey]) -> None:
+        """As Group.abort."""
+        live = tuple(key for key in keys if self._live.pop(key, None) is not None)
+        if live:
+            self._send(Abort(live))
+
+    async def current_stats(self) -> GroupStats:
+        """Numbers as of now: the coordinator greets a new client with them. Errors: UnavailableError."""
+        return await current_stats(self.request_address)
 
     async def close(self) -> None:
-        """Leave the group; live streams raise UnavailableError and their requests are aborted."""
+        """Leave the group; sequences that run end with UnavailableError, and at the coordinator."""
         if self._socket is None:
             return
-        self._fail_streams("the connection to the group was closed")
-        self._send_soon(Goodbye())
+        self._fail("the connection to the group was closed")
+        self._send(Goodbye())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -140,14 +130,16 @@ class GroupClient:
     ) -> None:
         await self.close()
 
-    @property
-    def _is_silent(self) -> bool:
-        return time.monotonic() - self._heard_at_s > self._silence_s
-
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            message = request_channel.decode_to_client(await socket.recv())
-            self._heard_at_s = time.monotonic()
+            data = await socket.recv()
+            try:
+                message = request_channel.decode_to_client(data)
+            except Exception:
+                logger.exception("a message of the coordinator could not be read")
+                continue
+            self._hearing.heard(self.request_address)
+            self._heard_at_s, self._is_silent = time.monotonic(), False
             if isinstance(message, Updates):
                 self._dispatch(message)
             else:
@@ -156,39 +148,34 @@ class GroupClient:
 
     def _dispatch(self, message: Updates) -> None:
         for update in message.updates:
-            if (stream := self._streams.get(update.request_id)) is not None:
-                stream.put_nowait(update)
+            if (deliver := self._live.get(update.key)) is not None:
+                if update.finish_reason is not None:
+                    del self._live[update.key]
+                deliver(update)
         for failed in message.failures:
-            if (stream := self._streams.get(failed.request_id)) is not None:
-                stream.put_nowait(_error_of(failed))
+            if (deliver := self._live.pop(failed.key, None)) is not None:
+                deliver(from_code(failed.code, failed.message))
 
-    async def _keep_alive(self, socket: zmq.asyncio.Socket) -> None:
+    async def _keep_alive(self) -> None:
         while True:
-            await socket.send(request_channel.encode(Hello()))
+            self._send(Hello())
             await asyncio.sleep(request_channel.BEAT_S)
-            if self._streams and self._is_silent:
-                # This loop itself may have been away: what has arrived meanwhile is read first.
-                await asyncio.sleep(0.1)
-                if self._is_silent:
-                    self._fail_streams(self.message)
+            if self._hearing.silent():
+                self._is_silent = True
+                self._fail(self.message)
 
-    def _fail_streams(self, reason: str) -> None:
-        for stream in self._streams.values():
-            stream.put_nowait(UnavailableError(reason))
+    def _fail(self, reason: str) -> None:
+        """End every live sequence, here and at the coordinator, which may only have been away."""
+        live = dict(self._live)
+        self.abort(live)
+        for deliver in live.values():
+            deliver(UnavailableError(reason))
 
-    async def _send(self, message: request_channel.ToCoordinator) -> None:
+    def _send(self, message: request_channel.ToCoordinator) -> None:
+        """At once: the socket has no bound. Not behind asyncio's back, which would lose sight of arrivals."""
         if self._socket is None:
             raise UnavailableError(f"not connected to the coordinator at {self.request_address}")
-        await self._socket.send(request_channel.encode(message))
-
-    def _send_soon(self, message: request_channel.ToCoordinator) -> None:
-        """Send from clean-up code, which must not wait: the socket has no bound, so this is at once."""
-        if self._socket is not None:
-            zmq.Socket.send(self._socket, request_channel.encode(message), zmq.NOBLOCK)
-
-
-def _error_of(failed: RequestFailed) -> LatentrayError:
-    return from_code(failed.code, failed.message)
+        self._socket.send(request_channel.encode(message))
 
 
 async def current_stats(request_address: str) -> GroupStats:

@@ -1,9 +1,11 @@
 """One benchmark run: the same workload for every number of drafts, and for transformers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
-from cluster.answering.ray_engine import RayEngine
+from actors.config import GroupConfig
+from cluster.answering.engine import Engine, start_engine
 from cluster.bench.breakdown import step_breakdown
 from cluster.bench.measure import Measurement, Reference, measure_engine
 from cluster.bench.workload import Workload, text_workload
@@ -72,7 +74,7 @@ def run_bench(
             "num_speculative_tokens_per_batch_size": None,
         }
         changed = args.model_copy(update=changes)
-        measured = _measure_group(changed, workload, batch_sizes, trace_file, progress)
+        measured = _measure_group(changed, frontend, workload, batch_sizes, trace_file, progress)
         measurements += measured[0]
         breakdowns += measured[1]
     if trace_file is not None:
@@ -83,6 +85,7 @@ def run_bench(
 
 def _measure_group(
     args: EngineArgs,
+    frontend: ModelFrontend,
     workload: Workload,
     batch_sizes: Sequence[int],
     trace_file: TraceFile | None,
@@ -91,17 +94,13 @@ def _measure_group(
     """Throughput of an untraced group, then the parts of a step of a traced one."""
     config = replace(args.resolve(), trace=False)
     measurements, breakdowns = [], []
-    engine = RayEngine(config, address=args.address, progress=progress)
-    try:
+    with closing(_engine(config, args, frontend, progress)) as engine:
         progress(f"measuring {config.num_speculative_tokens} drafts")
         short = replace(workload, output_len=8)
         measure_engine(engine, short, max(batch_sizes), config.num_speculative_tokens)
         for batch_size in batch_sizes:
             measurements.append(measure_engine(engine, workload, batch_size, config.num_speculative_tokens))
-    finally:
-        engine.close()
-    engine = RayEngine(replace(config, trace=True), address=args.address, progress=progress)
-    try:
+    with closing(_engine(replace(config, trace=True), args, frontend, progress)) as engine:
         measure_engine(engine, short, max(batch_sizes), config.num_speculative_tokens)
         for batch_size in batch_sizes:
             before = engine.stats()
@@ -118,6 +117,16 @@ def _measure_group(
                     parts=tuple(parts),
                 )
             )
-    finally:
-        engine.close()
     return measurements, breakdowns
+
+
+def _engine(
+    config: GroupConfig, args: EngineArgs, frontend: ModelFrontend, progress: Callable[[str], None]
+) -> Engine:
+    return start_engine(
+        config,
+        executor="ray",
+        tokenizer=frontend.tokenizer.backend,
+        address=args.address,
+        progress=progress,
+    )

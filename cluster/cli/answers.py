@@ -1,13 +1,13 @@
 """Answers for `latentray generate`, from an engine of this process or from a server."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from actors.requests import FinishReason, Request, RequestFailed, TokenLogprob
+from actors.requests import FinishReason, Request, RequestUpdate, TokenLogprob
 from actors.sampling_params import SamplingParams
 from cluster.answering.engine import Engine
-from cluster.errors import from_code
 from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import Logprob, OutputBuilder
 
@@ -46,37 +46,35 @@ The n answers of a prompt stand together: index = prompt * n + choice."""
 def ask_engine(engine: Engine, requests: Sequence[Request], frontend: ModelFrontend, show: Show) -> None:
     """All requests at once. Errors: what ends a request without an answer."""
     builders = {request.request_id: OutputBuilder(request, frontend) for request in requests}
-    indices = {request.request_id: index for index, request in enumerate(requests)}
+    first_index, num_before = {}, 0
     for request in requests:
-        engine.submit(request)
-    num_live = len(requests)
-    while num_live:
-        for update in engine.updates():
-            if isinstance(update, RequestFailed):
-                raise from_code(update.code, update.message)
-            builder = builders[update.request_id]
-            piece = builder.push(update)
-            num_live -= builder.finished
-            show(indices[update.request_id], piece, _answer(builder) if builder.finished else None)
+        first_index[request.request_id] = num_before
+        num_before += request.params.n
+    with closing(engine.run(requests)) as updates:
+        for request_id, update in updates:
+            if isinstance(update, Exception):
+                raise update
+            piece = builders[request_id].push(update)
+            answer = None if update.finish_reason is None else _answer(builders[request_id], update)
+            show(first_index[request_id] + update.index, piece, answer)
 
 
-def _answer(builder: OutputBuilder) -> Answer:
-    output = builder.output()
-    completion = output.outputs[0]
+def _answer(builder: OutputBuilder, last: RequestUpdate) -> Answer:
+    completion, prompt_logprobs = builder.completion(last.index), builder.prompt_logprobs()
     return Answer(
         text=completion.text,
         token_ids=completion.token_ids,
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
-        seed=output.seed,
-        num_prompt_tokens=len(output.prompt_token_ids),
-        num_draft_tokens=output.num_draft_tokens,
-        num_accepted_tokens=output.num_accepted_tokens,
+        seed=completion.seed,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_draft_tokens=last.num_draft_tokens,
+        num_accepted_tokens=last.num_accepted_tokens,
         logprobs=None if completion.logprobs is None else [_values(entry) for entry in completion.logprobs],
         prompt_logprobs=(
             None
-            if output.prompt_logprobs is None
-            else [None if entry is None else _values(entry) for entry in output.prompt_logprobs]
+            if prompt_logprobs is None or last.index
+            else [None if entry is None else _values(entry) for entry in prompt_logprobs]
         ),
     )
 

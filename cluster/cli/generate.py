@@ -9,7 +9,6 @@ import typer
 from actors.config import GroupConfig
 from actors.requests import Request
 from actors.sampling_params import SamplingParams
-from cluster.answering.choices import choices
 from cluster.cli.answer_printer import AnswerPrinter, print_json
 from cluster.cli.answers import Show, ask_engine, ask_server, frontend_of_server
 from cluster.cli.engine_flags import with_settings
@@ -83,11 +82,8 @@ def generate(
         ask_server(server, [(content, _with_length(params, content, frontend)) for content in asked], show)
         return
     requests = [
-        part
+        frontend.build_request(str(i), content, params, default_max_tokens=DEFAULT_MAX_TOKENS)
         for i, content in enumerate(asked)
-        for part in choices(
-            frontend.build_request(str(i), content, params, default_max_tokens=DEFAULT_MAX_TOKENS)
-        )
     ]
     _answer_here(settings.args, config, executor, requests, frontend, show)
 

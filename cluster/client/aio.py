@@ -107,8 +107,8 @@ class AsyncClient:
             message = await call
         except grpc.RpcError as error:
             raise wire.to_error(error, self.target) from None
-        stats = wire.stats_of(await call.initial_metadata())
-        return tuple(Load.from_message(load, stats) for load in message.loads)
+        stats = wire.stats_of(await call.initial_metadata(), len(message.loads))
+        return tuple(map(Load.from_message, message.loads, stats))
 
     async def tokenizer(self) -> Tokenizer:
         """The server's tokenizer; `.backend` is the `tokenizers.Tokenizer`. Fetched once."""

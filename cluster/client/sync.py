@@ -109,8 +109,8 @@ class Client:
     def loads(self) -> tuple[Load, ...]:
         """One per group behind the server."""
         message, call = self._call(self._stub.GetLoads.with_call, pb.GetLoadsRequest())
-        stats = wire.stats_of(call.initial_metadata())
-        return tuple(Load.from_message(load, stats) for load in message.loads)
+        stats = wire.stats_of(call.initial_metadata(), len(message.loads))
+        return tuple(map(Load.from_message, message.loads, stats))
 
     def tokenizer(self) -> Tokenizer:
         """The server's tokenizer; `.backend` is the `tokenizers.Tokenizer`. Fetched once."""

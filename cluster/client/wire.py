@@ -149,10 +149,10 @@ def kv_bytes_per_token_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | 
     return _whole_number_of(metadata, KV_BYTES_KEY)
 
 
-def stats_of(metadata: Iterable[tuple[str, str | bytes]]) -> GroupStats | None:
-    """Of a server's group, if it says them; figures that this client does not know are left out."""
-    found = (value for key, value in metadata if key == STATS_KEY)
-    return next((msgspec.json.decode(value, type=GroupStats) for value in found), None)
+def stats_of(metadata: Iterable[tuple[str, str | bytes]], num_groups: int) -> list[GroupStats | None]:
+    """Of each of a server's groups, if it says them; figures that this client does not know are left out."""
+    told = [msgspec.json.decode(v, type=GroupStats | None) for key, v in metadata if key == STATS_KEY]
+    return told if len(told) == num_groups else [None] * num_groups
 
 
 def _whole_number_of(metadata: Iterable[tuple[str, str | bytes]], name: str) -> int | None:

@@ -60,6 +60,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         dynamic_speculative_decoding=args.dynamic_speculative_decoding,
         num_speculative_tokens_per_batch_size=_draft_table(args, num_speculative_tokens),
         num_mtp_modules=max(model.num_drafting_layers(num_speculative_tokens), 1),
+        vocab_size=model.vocab_size,
         max_model_len=_max_model_len(args, model, num_kv_blocks, bytes_per_block),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

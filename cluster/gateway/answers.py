@@ -11,51 +11,41 @@ from collections.abc import Sequence
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.requests import Request, RequestUpdate, TokenLogprob
-from cluster.gateway.hold_back import HoldBack
 
 
 class Answer:
     """What to send for each update of one choice of a request."""
 
-    def __init__(self, request: Request, *, index: int, stream: bool, hold_back: HoldBack | None) -> None:
+    def __init__(self, request: Request, *, index: int, stream: bool) -> None:
         self._request = request
         self._index = index
         self._stream = stream
-        self._hold_back = hold_back if stream else None
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        """Of a call that does not stream."""
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
         """Until they are sent."""
-        self._num_sent = 0
 
     def messages(self, update: RequestUpdate) -> list[pb.GenerateResponse]:
-        """The chunk (if tokens may go) and, with the last update, the `complete`."""
+        """The chunk (if there are tokens) and, with the last update, the `complete`."""
         self._token_ids += update.token_ids
-        self._logprobs += update.logprobs
         self._prompt_logprobs = self._prompt_logprobs or update.prompt_logprobs
         messages = []
-        if self._stream and (num_new := self._num_sendable(update)):
-            messages.append(pb.GenerateResponse(chunk=self._chunk(num_new, update)))
+        if not self._stream:
+            self._logprobs += update.logprobs
+        elif update.token_ids:
+            messages.append(pb.GenerateResponse(chunk=self._chunk(update)))
         if update.finish_reason is not None:
             messages.append(pb.GenerateResponse(complete=self._complete(update)))
         return messages
 
-    def _num_sendable(self, update: RequestUpdate) -> int:
-        if update.finish_reason is not None:
-            return len(self._token_ids) - self._num_sent
-        if self._hold_back is None:
-            return len(update.token_ids)
-        return self._hold_back.push(update.token_ids)
-
-    def _chunk(self, num_new: int, update: RequestUpdate) -> pb.GenerateStreamChunk:
-        new = slice(self._num_sent, self._num_sent + num_new)
-        self._num_sent += num_new
+    def _chunk(self, update: RequestUpdate) -> pb.GenerateStreamChunk:
         return pb.GenerateStreamChunk(
-            token_ids=self._token_ids[new],
+            token_ids=update.token_ids,
             prompt_tokens=update.num_prompt_tokens,
-            completion_tokens=num_new,
+            completion_tokens=len(update.token_ids),
             cached_tokens=update.num_cached_tokens,
-            output_logprobs=_output_logprobs(self._logprobs[new]),
+            output_logprobs=_output_logprobs(update.logprobs),
             input_logprobs=self._take_input_logprobs(),
             index=self._index,
         )
@@ -67,7 +57,7 @@ class Answer:
             prompt_tokens=update.num_prompt_tokens,
             completion_tokens=update.num_completion_tokens,
             cached_tokens=update.num_cached_tokens,
-            output_logprobs=None if self._stream else _output_logprobs(self._logprobs),
+            output_logprobs=_output_logprobs(self._logprobs),
             spec_accepted_tokens=update.num_accepted_tokens,
             spec_draft_tokens=update.num_draft_tokens,
             input_logprobs=self._take_input_logprobs(),

@@ -44,7 +44,7 @@ class GatewayActor:
         await self._group.connect()
         self._server = GatewayServer(
             frontend=frontend,
-            group=self._group,
+            groups=[self._group],
             config=config,
             host=self._host,
             port=self._port,

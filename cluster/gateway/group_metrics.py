@@ -1,4 +1,4 @@
-"""The group's figures as Prometheus metrics, read from its newest heartbeat whenever somebody asks."""
+"""The groups' figures as Prometheus metrics, read from their newest heartbeats whenever somebody asks."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,9 +6,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from actors.stats import GroupStats
-from cluster.gateway.group import Group
+from cluster.answering.group import Groups
 
 LABELS = ["model_name"]
+_GROUP_LABELS = ["model_name", "engine"]
 _Number = Callable[[GroupStats], float]
 
 
@@ -48,46 +49,56 @@ _PHASES: tuple[tuple[str, str, _Number], ...] = (
 
 
 class GroupCollector(Collector):
-    """Nothing but its health is reported before the first heartbeat."""
+    """Nothing but a group's health is reported before its first heartbeat.
 
-    def __init__(self, group: Group, model_name: str) -> None:
-        self._group = group
+    Label engine: the group's place among the server's, as in vLLM.
+    """
+
+    def __init__(self, groups: Groups, model_name: str) -> None:
+        self._groups = groups
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge("latentray:healthy", "1: a token can be produced now.", float(self._group.healthy))
-        stats = self._group.stats
-        if stats is None:
-            return
-        for name, documentation, number in _GAUGES:
-            yield self._gauge(name, documentation, number(stats))
-        for name, documentation, number in _COUNTERS:
-            counter = CounterMetricFamily(name, documentation, labels=LABELS)
-            counter.add_metric([self._model_name], number(stats))
+        healthy = GaugeMetricFamily(
+            "latentray:healthy", "1: a token can be produced now.", labels=_GROUP_LABELS
+        )
+        known = []
+        for number, group in enumerate(self._groups):
+            labels = [self._model_name, str(number)]
+            healthy.add_metric(labels, float(group.healthy))
+            if group.stats is not None:
+                known.append((labels, group.stats))
+        yield healthy
+        for name, documentation, number_of in _GAUGES:
+            gauge = GaugeMetricFamily(name, documentation, labels=_GROUP_LABELS)
+            for labels, stats in known:
+                gauge.add_metric(labels, number_of(stats))
+            yield gauge
+        for name, documentation, number_of in _COUNTERS:
+            counter = CounterMetricFamily(name, documentation, labels=_GROUP_LABELS)
+            for labels, stats in known:
+                counter.add_metric(labels, number_of(stats))
             yield counter
-        for name, documentation, number in _PHASES:
-            histogram = HistogramMetricFamily(name, documentation, labels=LABELS)
-            buckets = [("+Inf", float(stats.phases.num_finished))]
-            histogram.add_metric([self._model_name], buckets=buckets, sum_value=number(stats))
+        for name, documentation, number_of in _PHASES:
+            histogram = HistogramMetricFamily(name, documentation, labels=_GROUP_LABELS)
+            for labels, stats in known:
+                buckets = [("+Inf", float(stats.phases.num_finished))]
+                histogram.add_metric(labels, buckets=buckets, sum_value=number_of(stats))
             yield histogram
         accepted = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by position from 0.",
-            labels=[*LABELS, "position"],
+            labels=[*_GROUP_LABELS, "position"],
         )
-        for position, num_accepted in enumerate(stats.accepted):
-            accepted.add_metric([self._model_name, str(position)], num_accepted)
-        yield accepted
         drafting = GaugeMetricFamily(
             "latentray:requests_by_drafts",
             "Requests of the newest step, by how many drafts they proposed.",
-            labels=[*LABELS, "drafts"],
+            labels=[*_GROUP_LABELS, "drafts"],
         )
-        for k, num_requests in enumerate(stats.last_k):
-            drafting.add_metric([self._model_name, str(k)], num_requests)
+        for labels, stats in known:
+            for position, num_accepted in enumerate(stats.accepted):
+                accepted.add_metric([*labels, str(position)], num_accepted)
+            for k, num_requests in enumerate(stats.last_k):
+                drafting.add_metric([*labels, str(k)], num_requests)
+        yield accepted
         yield drafting
-
-    def _gauge(self, name: str, documentation: str, value: float) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily(name, documentation, labels=LABELS)
-        gauge.add_metric([self._model_name], value)
-        return gauge

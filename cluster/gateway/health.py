@@ -7,7 +7,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.gateway.group import Group
+from cluster.answering.answering import Answering
 
 POLL_INTERVAL_S = 0.2
 """Watchers learn of a change this late; Check and HealthCheck look at once."""
@@ -20,19 +20,21 @@ class GroupHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     SERVING: one watcher that does not read would keep a lost group healthy for all others.
     """
 
-    def __init__(self, group: Group, services: Sequence[str]) -> None:
-        self._group = group
+    def __init__(self, answering: Answering, services: Sequence[str]) -> None:
+        self._answering = answering
         self._services = frozenset(("", *services))
-        self.draining = False
-        """Set once, when the server stops taking requests."""
+
+    @property
+    def draining(self) -> bool:
+        return self._answering.is_draining
 
     @property
     def serving(self) -> bool:
-        return self._group.healthy and not self.draining
+        return self._answering.groups.healthy and not self.draining
 
     @property
     def message(self) -> str:
-        return "draining: the server is stopping" if self.draining else self._group.message
+        return "draining: the server is stopping" if self.draining else self._answering.groups.message
 
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext

@@ -1,6 +1,6 @@
 """Prometheus metrics of one gateway: vLLM's names where the meaning is vLLM's, latentray's own elsewhere.
 
-What a gateway's own clients see is counted here, by `cluster.gateway.request_record`; the group's figures
+What a gateway's own clients see is counted here, by `cluster.gateway.request_record`; the groups' figures
 are in `cluster.gateway.group_metrics`.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from cluster.answering.group import Groups
 from cluster.errors import OUTCOMES
-from cluster.gateway.group import Group
 from cluster.gateway.group_metrics import LABELS, GroupCollector
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -26,9 +26,9 @@ class GatewayMetrics:
     "Each completion": a request with n completions counts n times, as with vLLM.
     """
 
-    def __init__(self, group: Group, model_name: str, max_model_len: int) -> None:
+    def __init__(self, groups: Groups, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(GroupCollector(group, model_name))
+        self.registry.register(GroupCollector(groups, model_name))
         self._model_name = model_name
         self.time_to_first_token = self._latency(
             "vllm:time_to_first_token_seconds", "Each completion: from the arrival to the first token."

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from grpc import aio
@@ -10,30 +11,33 @@ from grpc_health.v1 import health, health_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from actors.config import GroupConfig
+from cluster.answering.answering import Answering
+from cluster.answering.group import Group
 from cluster.frontend.front_end import ModelFrontend
-from cluster.gateway.group import Group
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from cluster.gateway.reflection import add_reflection
 from cluster.gateway.servicer import SERVICE_NAME, VllmEngineServicer
 from cluster.gateway.stats_log import log_stats
-from kernels_integration.errors import ConfigError, UnavailableError
+from kernels_integration.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.gateway.metrics_server import MetricsServer
 
+MAX_SEQUENCES_PER_CLIENT = 1024
+"""Completions that the requests of one host may have running or queued; a request has n."""
 _CLOSE_GRACE_S = 0.5
 """For the last statuses to leave, and for health watchers to read NOT_SERVING."""
 
 
 class GatewayServer:
-    """A gRPC server in the running event loop. `group` is connected, and outlives the server."""
+    """A gRPC server in the running event loop. The groups are connected, and outlive the server."""
 
     def __init__(
         self,
         *,
         frontend: ModelFrontend,
-        group: Group,
+        groups: Sequence[Group],
         config: GroupConfig,
         host: str = "127.0.0.1",
         port: int = 50051,
@@ -43,11 +47,11 @@ class GatewayServer:
         self._host = host
         self.port = port
         """0 until start() has taken a free one."""
-        self._group = group
-        self._health = GroupHealth(group, (SERVICE_NAME,))
+        self._answering = Answering(groups, max_sequences_per_client=MAX_SEQUENCES_PER_CLIENT)
+        self._health = GroupHealth(self._answering, (SERVICE_NAME,))
         self._servicer = VllmEngineServicer(
             frontend=frontend,
-            group=group,
+            answering=self._answering,
             config=config,
             health=self._health,
             max_message_bytes=max_message_bytes,
@@ -84,7 +88,7 @@ class GatewayServer:
             self.metrics_port = await self._metrics_server.start(self._host, self.metrics_port)
         await server.start()
         self._server = server
-        beside = (self._servicer.loads.sample_group(), log_stats(self._group))
+        beside = (self._servicer.loads.sample_groups(), *map(log_stats, self._answering.groups))
         self._beside = [asyncio.create_task(work) for work in beside]
 
     async def wait(self) -> None:
@@ -96,14 +100,7 @@ class GatewayServer:
         if self._server is None:
             return
         server, self._server = self._server, None
-        self._health.draining = True
-        live = self._servicer.live
-        try:
-            async with asyncio.timeout(drain_s):
-                await live.wait_until_empty()
-        except TimeoutError:
-            live.end_all(UnavailableError(f"the server stopped after draining for {drain_s:g} s; ask again"))
-            await live.wait_until_empty()
+        await self._answering.drain(drain_s)
         for task in self._beside:
             task.cancel()
         await server.stop(_CLOSE_GRACE_S)

@@ -1,7 +1,7 @@
 """vllm.grpc.engine.VllmEngine over one group.
 
-A request's life here: parameters -> frontend (tokenise, validate, seed) -> group.generate -> Answer ->
-the wire. A call that ends in any way but its last update closes the group's iterator, which aborts.
+A request's life here: Answering.admit -> parameters -> frontend (tokenise, validate, seed) ->
+Answering.answer -> Answer -> the wire.
 """
 
 import asyncio
@@ -21,14 +21,12 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.config import GroupConfig
 from actors.requests import Request
-from cluster.answering.choices import choices
+from cluster.answering.answering import Answering
+from cluster.answering.live_requests import LiveRequest
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway import parameters, server_facts
 from cluster.gateway.answers import Answer
-from cluster.gateway.group import Group
 from cluster.gateway.health import GroupHealth
-from cluster.gateway.hold_back import HoldBack
-from cluster.gateway.live_requests import LiveRequest, LiveRequests
 from cluster.gateway.loads import Loads
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.options import require_message_fits
@@ -36,12 +34,7 @@ from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.gateway.statuses import errors_as_status
 from cluster.gateway.tokenizer_bundle import TokenizerBundle
 from cluster.report.kv_report import group_kv_bytes_per_token
-from kernels_integration.errors import (
-    AbortedError,
-    DeadlineExceededError,
-    InvalidRequestError,
-    UnavailableError,
-)
+from kernels_integration.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +47,8 @@ effective numbers and switches among the sampling parameters, as JSON."""
 KV_BYTES_KEY = "latentray-kv-bytes-per-token"
 """Initial metadata of GetServerInfo, whose message has no field for it."""
 STATS_KEY = "latentray-stats"
-"""Initial metadata of GetLoads: the group's GroupStats as JSON; the message has no fields for them."""
+"""Initial metadata of GetLoads, once for each of its loads: the group's GroupStats as JSON, null before the
+first heartbeat. The message has no fields for them."""
 _MAX_SHOWN_ID = 1024
 _LONG_TEXT = 8192
 """Characters; a few milliseconds of tokenising."""
@@ -67,19 +61,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self,
         *,
         frontend: ModelFrontend,
-        group: Group,
+        answering: Answering,
         config: GroupConfig,
         health: GroupHealth,
         max_message_bytes: int,
     ) -> None:
         self._frontend = frontend
-        self._group = group
+        self._answering = answering
         self._config = config
         self._health = health
         self._max_message_bytes = max_message_bytes
-        self.live = LiveRequests()
-        self.metrics = GatewayMetrics(group, config.served_model_name, config.max_model_len)
-        self.loads = Loads(group, self.live, config)
+        self.metrics = GatewayMetrics(answering.groups, config.served_model_name, config.max_model_len)
+        self.loads = Loads(answering.groups, answering.live, config)
         self._model_info = server_facts.model_info(config, frontend)
         self._kv_bytes_per_token = group_kv_bytes_per_token(config)
         self._bundle: TokenizerBundle | None = None
@@ -93,51 +86,27 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             self._last_received_at_s = time.time()
             request_id = request.request_id or f"generate-{uuid.uuid4().hex}"
             with recorded(request_id, self.metrics, context.time_remaining) as record:
-                _require_time_left(context)
-                if self._health.draining:
-                    raise UnavailableError(
-                        "the server is draining and takes no new requests; ask another one"
-                    )
-                live = LiveRequest()
-                work = self._generate(request_id, request, live, record, context)
-                await self.live.run(request_id, live, work)
+                async with self._answering.admit(
+                    request_id, client=_host_of(context.peer()), time_left_s=context.time_remaining()
+                ) as live:
+                    await self._generate(live, request, record, context)
 
     async def _generate(
         self,
-        request_id: str,
-        message: pb.GenerateRequest,
         live: LiveRequest,
+        message: pb.GenerateRequest,
         record: RequestRecord,
         context: aio.ServicerContext,
     ) -> None:
-        """Runs as a task that is cancelled with the call: by the client, its deadline, Abort or the drain."""
-        request = await self._validated(request_id, message, context.invocation_metadata() or ())
+        request = await self._validated(live.request_id, message, context.invocation_metadata() or ())
         record.accepted(request)
-        live.num_prompt_tokens = len(request.prompt_token_ids)
         await context.send_initial_metadata(_metadata(request))
-        parts = choices(request)
-        writing = asyncio.Lock()  # a stream takes one message at a time
-
-        async def answer(index: int) -> None:
-            part = parts[index]
-            answer = Answer(part, index=index, stream=message.stream, hold_back=self._hold_back(part))
-            async with aclosing(self._group.generate(part)) as updates:
-                async for update in updates:
-                    record.took(index, update)
-                    live.answered = True
-                    for response in answer.messages(update):
-                        async with writing:
-                            await self._write(response, context)
-
-        if len(parts) == 1:
-            await answer(0)
-            return
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for index in range(len(parts)):
-                    tasks.create_task(answer(index))
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+        answers = [Answer(request, index=i, stream=message.stream) for i in range(request.params.n)]
+        async with aclosing(self._answering.answer(live, request)) as updates:
+            async for update in updates:
+                record.took(update.index, update)
+                for response in answers[update.index].messages(update):
+                    await self._write(response, context)
 
     async def _validated(
         self, request_id: str, message: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]]
@@ -160,14 +129,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             return await asyncio.to_thread(build)
         return build()
 
-    def _hold_back(self, request: Request) -> HoldBack | None:
-        params = request.params
-        if not params.stop:
-            return None
-        return HoldBack(
-            self._frontend.tokenizer.backend, params.stop, skip_special_tokens=params.skip_special_tokens
-        )
-
     async def _write(self, message: pb.GenerateResponse, context: aio.ServicerContext) -> None:
         require_message_fits(
             "the answer", message.ByteSize(), self._max_message_bytes, "ask with stream = true"
@@ -179,9 +140,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     ) -> pb.AbortResponse:
         """Ends the requests' Generate calls with CANCELLED, whether or not the group still answers."""
         async with errors_as_status(context, "Abort"):
-            self.live.end(request.request_ids, AbortedError("the request was ended by Abort"))
-            # An id that is not live here may be another gateway's.
-            await self._group.abort(request.request_ids)
+            self._answering.abort(request.request_ids)
         return pb.AbortResponse()
 
     async def HealthCheck(  # noqa: N802
@@ -199,7 +158,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     ) -> pb.GetServerInfoResponse:
         await context.send_initial_metadata(((KV_BYTES_KEY, str(self._kv_bytes_per_token)),))
         info = server_facts.server_info(self._config)
-        info.active_requests = len(self.live)
+        info.active_requests = len(self._answering.live)
         info.is_paused = self._health.draining
         info.last_receive_timestamp = self._last_received_at_s
         info.uptime_seconds = time.monotonic() - self._started_at_s
@@ -209,14 +168,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self, request: pb.GetLoadsRequest, context: aio.ServicerContext
     ) -> pb.GetLoadsResponse:
         async with errors_as_status(context, "GetLoads"):
-            if request.HasField("dp_rank") and request.dp_rank != 0:
+            groups = list(self._answering.groups)
+            rank = request.dp_rank if request.HasField("dp_rank") else None
+            if rank is not None and not 0 <= rank < len(groups):
                 raise InvalidRequestError(
-                    f"dp_rank is {request.dp_rank}; this server has one group, with rank 0", field="dp_rank"
+                    f"dp_rank is {rank}; this server's groups have the ranks 0 to {len(groups) - 1}",
+                    field="dp_rank",
                 )
-            if self._group.stats is not None:
-                stats = msgspec.json.encode(self._group.stats).decode()
-                await context.send_initial_metadata(((STATS_KEY, stats),))
-            return self.loads.response()
+            asked = groups if rank is None else [groups[rank]]
+            await context.send_initial_metadata(
+                tuple((STATS_KEY, msgspec.json.encode(group.stats).decode()) for group in asked)
+            )
+            return self.loads.response(rank)
 
     async def GetTokenizer(  # noqa: N802
         self, request: common_pb2.GetTokenizerRequest, context: aio.ServicerContext
@@ -238,11 +201,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _not_built
 
 
-def _require_time_left(context: aio.ServicerContext) -> None:
-    """Errors: DeadlineExceededError when the deadline has passed. One that comes later cancels the call."""
-    remaining_s: float | None = context.time_remaining()
-    if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceededError("the deadline had passed when the request arrived; allow more time")
+def _host_of(peer: str) -> str:
+    """Who asks, whatever connection it uses: "ipv4:10.0.0.1:5123" -> "ipv4:10.0.0.1"."""
+    return peer.rpartition(":")[0]
 
 
 def _metadata(request: Request) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,7 @@ import logging
 import time
 
 from actors.stats import GroupStats
-from cluster.gateway.group import Group
+from cluster.answering.group import Group
 
 INTERVAL_S = 10.0
 logger = logging.getLogger("latentray.stats")

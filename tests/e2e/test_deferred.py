@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from actors.inline_group import InlineGroup
-from actors.requests import Request
+from actors.requests import Request, SequenceKey
 from tests.support.groups import group_config, request, run, text_prompts
 
 NEW_TOKENS = 18
@@ -124,7 +124,7 @@ def test_aborts_with_steps_in_flight(streams) -> None:
             if update.request_id in watched:
                 received[update.request_id] += update.token_ids
         if step % 2 == 0 and others:
-            group.abort([others.pop()])
+            group.abort([SequenceKey(others.pop())])
         step += 1
     group.close()
     assert received == {name: streams[name] for name in watched}

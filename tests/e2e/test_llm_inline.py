@@ -1,6 +1,7 @@
 """The Python interface, with the group inside this process."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -77,14 +78,15 @@ def test_priorities_and_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = list(range(100, 148))
     with LLM(executor="inline", scheduling_policy="priority", **SMALL | {"max_num_seqs": 1}) as llm:
         finished: list[str] = []
-        updates = llm.engine.updates
+        run = llm.engine.run
 
-        def watched() -> Any:
-            found = updates()
-            finished.extend(u.request_id for u in found if getattr(u, "finish_reason", None))
-            return found
+        def watched(requests: Any) -> Any:
+            for request_id, update in run(requests):
+                if getattr(update, "finish_reason", None):
+                    finished.append(request_id)
+                yield request_id, update
 
-        monkeypatch.setattr(llm.engine, "updates", watched)
+        monkeypatch.setattr(llm.engine, "run", watched)
         few = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         outputs = llm.generate([[n] for n in (5, 6, 7, 8)], few, priority=[2, 0, -1, 2])
         assert finished == [outputs[i].request_id for i in (2, 1, 0, 3)]
@@ -158,17 +160,16 @@ def test_logprobs_are_the_models(llm: LLM) -> None:
 
 def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.generate("The king", GREEDY)[0].outputs[0].token_ids
-    take, calls = llm.engine.updates, 0
+    run = llm.engine.run
 
-    def interrupted() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+    def interrupted(requests: Any) -> Any:
+        with closing(run(requests)) as updates:
+            yield next(updates)
+            yield next(updates)
             raise KeyboardInterrupt
-        return take()
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "updates", interrupted)
+        patch.setattr(llm.engine, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(
                 ["The king", "The queen"], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

@@ -7,7 +7,7 @@ index_topk hang on a difference that float32 cannot hold. Exact ties go to the l
 import pytest
 
 from actors.inline_group import InlineGroup
-from actors.requests import Request
+from actors.requests import Request, SequenceKey
 from tests.support.groups import group_config, request, run, text_prompts
 
 # Shorter than, at, just beyond and far beyond index_topk = 64, so that streams cross it too.
@@ -127,7 +127,7 @@ def test_members_join_and_leave_every_step(streams, topology):
             group.submit(
                 request(f"by-{step}", prompt, max_tokens=1 + step % 9, temperature=step % 2, seed=step)
             )
-        group.abort([f"by-{step - 3}"])
+        group.abort([SequenceKey(f"by-{step - 3}")])
         for update in group.step():
             if update.request_id in tokens:
                 tokens[update.request_id] += update.token_ids

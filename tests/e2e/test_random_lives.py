@@ -138,7 +138,7 @@ def _live(group: InlineGroup, requests: list[Request], rng: random.Random) -> di
         while waiting and (rng.random() < chance or not group.has_work):
             group.submit(waiting.pop())
         if rng.random() < 0.06:
-            group.abort([rng.choice(requests).request_id])
+            group.abort([rng.choice(requests).key])
         steps_before = group.stats().num_steps
         updates = group.step()
         for update in updates:

@@ -89,14 +89,16 @@ async def fetch(port: int, accept: str = "", path: str = "/metrics") -> tuple[st
 
 
 async def scrape(port: int, accept: str = "") -> dict[tuple[str, ...], float]:
-    """Samples by name and the labels beside the model's."""
+    """Samples by name and the labels beside the model's and the group's, which is the first."""
     content_type, text = await fetch(port, accept)
     families: list[Metric] = list(
         parse_openmetrics(text) if content_type.startswith("application/openmetrics") else parse_text(text)
     )
     samples = [sample for family in families for sample in family.samples]
     assert all(sample.labels["model_name"] == "tiny" for sample in samples)
-    return {(s.name, *(v for k, v in s.labels.items() if k != "model_name")): s.value for s in samples}
+    assert all(sample.labels.get("engine", "0") == "0" for sample in samples)
+    common = ("model_name", "engine")
+    return {(s.name, *(v for k, v in s.labels.items() if k not in common)): s.value for s in samples}
 
 
 async def test_prometheus(serve) -> None:

@@ -17,7 +17,8 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.stats import GroupStats
-from cluster.gateway.live_requests import LiveRequest, LiveRequests
+from cluster.answering.group import Groups
+from cluster.answering.live_requests import LiveRequests
 from cluster.gateway.loads import WINDOW_S, Loads
 from cluster.gateway.servicer import SERVICE_NAME
 from kernels_integration.errors import ConfigError
@@ -160,35 +161,33 @@ async def test_loads(serve, stub_of):
 def test_tokens_per_second_is_that_of_the_last_window(config):
     now = 100.0
     group = ScriptedGroup()
-    loads = Loads(group, LiveRequests(), config, clock=lambda: now)
-    assert loads.tokens_per_second() == 0
+    loads = Loads(Groups([group]), LiveRequests(), config, clock=lambda: now)
+    assert loads.tokens_per_second(group) == 0
     for _ in range(20):
         group.stats = GroupStats(num_generated_tokens=int((now - 100) * 50))
         loads.sample()
         now += 1
-    assert loads.tokens_per_second() == pytest.approx(50)
+    assert loads.tokens_per_second(group) == pytest.approx(50)
     for _ in range(int(WINDOW_S) + 1):
         loads.sample()
         now += 1
-    assert loads.tokens_per_second() == 0
+    assert loads.tokens_per_second(group) == 0
     group.stats = GroupStats(num_generated_tokens=3)  # a coordinator that started anew
     loads.sample()
-    assert loads.tokens_per_second() == 0
+    assert loads.tokens_per_second(group) == 0
 
 
-async def test_waiting_tokens_are_those_of_the_youngest_unanswered_requests():
-    live = LiveRequests()
-    gate = asyncio.Event()
-    sizes = {"a": (5, True), "b": (7, False), "c": (11, False)}
-    runs = [
-        asyncio.create_task(live.run(name, LiveRequest(size, answered), gate.wait()))
-        for name, (size, answered) in sizes.items()
-    ]
-    await asyncio.sleep(0)
-    assert [live.num_waiting_prompt_tokens(n) for n in range(4)] == [0, 11, 18, 18]
-    gate.set()
-    await asyncio.gather(*runs)
-    assert len(live) == 0
+async def test_waiting_tokens_are_those_of_the_youngest_unanswered_requests_of_the_group():
+    live, group = LiveRequests(), ScriptedGroup()
+    for name, size, answered, of in (
+        ("a", 5, True, group),
+        ("b", 7, False, group),
+        ("x", 90, False, ScriptedGroup()),
+        ("c", 11, False, group),
+    ):
+        request = live.enter(name)
+        request.num_prompt_tokens, request.answered, request.group = size, answered, of
+    assert [live.num_waiting_prompt_tokens(group, n) for n in range(4)] == [0, 11, 18, 18]
 
 
 @pytest.mark.parametrize(

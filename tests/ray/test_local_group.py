@@ -10,6 +10,7 @@ import pytest
 from cluster.answering.group_client import GroupClient
 from cluster.launch.group import GroupHandle, launch_group
 from tests.support.ray_groups import eventually, group_config, inline_tokens, requests, served_tokens
+from tests.support.streams import stream
 
 pytestmark = pytest.mark.ray
 
@@ -31,10 +32,10 @@ async def test_streams_equal_those_of_one_rank_in_process(group: GroupHandle) ->
 async def test_blocks_are_back_after_an_abort(group: GroupHandle) -> None:
     async with GroupClient(group.request_address) as client:
         await eventually(lambda: client.stats is not None and client.stats.num_used_blocks == 0, 3)
-        stream = client.generate(requests(400, ignore_eos=True)[0])
-        async for _ in stream:
+        updates = stream(client, requests(400, ignore_eos=True)[0])
+        async for _ in updates:
             break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await updates.aclose()
         await eventually(
             lambda: (
                 client.stats is not None

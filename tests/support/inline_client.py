@@ -4,12 +4,13 @@ import asyncio
 import math
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 from actors.config import GroupConfig
 from actors.inline_group import InlineGroup
-from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
+from cluster.answering.group import Deliver
 from cluster.errors import from_code
 from kernels_integration.errors import LatentrayError
 from tests.support.groups import load_tokenizer
@@ -29,36 +30,27 @@ class InlineClient:
         self.history: list[tuple[str, GroupStats]] = []
         self._config = config
         self._inbox: queue.SimpleQueue[Callable[[InlineGroup], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, asyncio.Queue[RequestUpdate | LatentrayError]] = {}
+        self._live: dict[SequenceKey, Deliver] = {}
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="inline-group", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
-        request_id = request.request_id
-        stream = self._streams[request_id] = asyncio.Queue()
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        self._live[request.key] = deliver
         self._inbox.put(lambda group: self._submit(group, request))
-        finished = False
-        try:
-            while not finished:
-                update = await stream.get()
-                finished = isinstance(update, LatentrayError) or update.finish_reason is not None
-                if isinstance(update, LatentrayError):
-                    raise update
-                yield update
-        finally:
-            del self._streams[request_id]
-            if not finished:
-                await self.abort([request_id])
 
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        ids = list(request_ids)
+    def abort(self, keys: Iterable[SequenceKey]) -> None:
+        live = [key for key in keys if self._live.pop(key, None) is not None]
 
         def run(group: InlineGroup) -> None:
-            group.abort(ids)
-            self._note(f"abort {' '.join(ids)}", group)
+            group.abort(live)
+            self._note(f"abort {' '.join(key.request_id for key in live)}", group)
 
-        self._inbox.put(run)
+        if live:
+            self._inbox.put(run)
+
+    async def connect(self) -> None:
+        pass
 
     def allow(self, num_steps: float) -> None:
         """This many steps more."""
@@ -76,7 +68,7 @@ class InlineClient:
         try:
             group.submit(request)
         except LatentrayError as error:
-            self._dispatch(request.request_id, error)
+            self._dispatch(request.key, error)
         self._note(f"submit {request.request_id}", group)
 
     def _run(self) -> None:
@@ -92,18 +84,19 @@ class InlineClient:
             self._steps_left -= 1
             for update in group.step():
                 if isinstance(update, RequestFailed):
-                    self._dispatch(update.request_id, from_code(update.code, update.message))
+                    self._dispatch(update.key, from_code(update.code, update.message))
                 else:
-                    self._dispatch(update.request_id, update)
+                    self._dispatch(update.key, update)
             self._note("step", group)
 
     def _note(self, event: str, group: InlineGroup) -> None:
         self.stats = group.stats()
         self.history.append((event, self.stats))
 
-    def _dispatch(self, request_id: str, update: RequestUpdate | LatentrayError) -> None:
-        def put() -> None:
-            if (stream := self._streams.get(request_id)) is not None:
-                stream.put_nowait(update)
+    def _dispatch(self, key: SequenceKey, update: RequestUpdate | LatentrayError) -> None:
+        def deliver() -> None:
+            if key in self._live:
+                is_over = isinstance(update, LatentrayError) or update.finish_reason is not None
+                (self._live.pop(key) if is_over else self._live[key])(update)
 
-        self._loop.call_soon_threadsafe(put)
+        self._loop.call_soon_threadsafe(deliver)

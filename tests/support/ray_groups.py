@@ -13,6 +13,7 @@ from actors.inline_group import InlineGroup
 from actors.requests import Request, RequestFailed
 from actors.sampling_params import SamplingParams
 from cluster.answering.group_client import GroupClient
+from tests.support.streams import tokens_of
 
 CHECKPOINT = Path(__file__).parents[2] / "cluster" / "assets" / "tiny-dsa"
 PROMPTS = ("What is the capital of France?", "Tell me a story about a dog.", "What is 2 + 3?")
@@ -67,10 +68,7 @@ def inline_tokens(requests: list[Request]) -> dict[str, list[int]]:
 
 
 async def served_tokens(client: GroupClient, requests: list[Request]) -> dict[str, list[int]]:
-    async def collect(request: Request) -> list[int]:
-        return [token async for update in client.generate(request) for token in update.token_ids]
-
-    results = await asyncio.gather(*(collect(request) for request in requests))
+    results = await asyncio.gather(*(tokens_of(client, request) for request in requests))
     return {request.request_id: tokens for request, tokens in zip(requests, results, strict=True)}
 
 

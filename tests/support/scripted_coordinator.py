@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from actors.messages import StepInput, StepOutput
-from actors.requests import Request, RequestFailed, RequestUpdate
+from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.sampling_params import SamplingParams
 from actors.stats import GroupStats
 from kernels_integration.errors import LatentrayError, OverloadedError, ProtocolError
@@ -57,7 +57,7 @@ class ScriptedCoordinator:
 
     def __init__(self, capacity: int = 100) -> None:
         self.capacity = capacity
-        self.live: dict[str, tuple[Request, int]] = {}
+        self.live: dict[SequenceKey, tuple[Request, int]] = {}
         self.aborted: list[str] = []
         self.step = 0
         self.is_in_flight = False
@@ -83,13 +83,13 @@ class ScriptedCoordinator:
     def submit(self, request: Request) -> None:
         if len(self.live) >= self.capacity:
             raise OverloadedError("the queue is full")
-        self.live[request.request_id] = (request, 0)
+        self.live[request.key] = (request, 0)
 
-    def abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if self.live.pop(request_id, None) is not None:
-                self.aborted.append(request_id)
-                self._updates.append(RequestFailed(request_id=request_id, code="aborted", message="aborted"))
+    def abort(self, keys: list[SequenceKey]) -> None:
+        for key in keys:
+            if self.live.pop(key, None) is not None:
+                self.aborted.append(key.request_id)
+                self._updates.append(RequestFailed.of(key, "aborted", "aborted"))
 
     def schedule(self) -> StepInput | None:
         if self.is_in_flight:
@@ -103,19 +103,21 @@ class ScriptedCoordinator:
         if not self.is_in_flight or output.step != self.step:
             raise ProtocolError(f"step {output.step} answers nothing")
         self.is_in_flight = False
-        for request_id, (request, emitted) in list(self.live.items()):
+        for key, (request, emitted) in list(self.live.items()):
             is_last = emitted + 1 == request.params.max_tokens
             self._updates.append(
                 RequestUpdate(
-                    request_id=request_id,
+                    request_id=key.request_id,
+                    incarnation=key.incarnation,
+                    index=key.index,
                     token_ids=(emitted,),
                     finish_reason="length" if is_last else None,
                     num_completion_tokens=emitted + 1,
                 )
             )
-            self.live[request_id] = (request, emitted + 1)
+            self.live[key] = (request, emitted + 1)
             if is_last:
-                del self.live[request_id]
+                del self.live[key]
 
     def take_updates(self) -> list[RequestUpdate | RequestFailed]:
         updates, self._updates = self._updates, []

@@ -1,11 +1,11 @@
 """An Engine that answers by script, out of order, and counts what is in flight."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 
-from actors.requests import Request, RequestFailed, RequestUpdate, TokenLogprob
-from actors.stats import GroupStats
+from actors.requests import Request, RequestUpdate, TokenLogprob
+from kernels_integration.errors import LatentrayError
 
-Answer = tuple[int, ...] | RequestFailed
+Answer = tuple[int, ...] | LatentrayError
 
 
 class ScriptedEngine:
@@ -18,20 +18,30 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.most_in_flight = 0
 
-    def submit(self, request: Request) -> None:
-        self.live[request.request_id] = request
-        self.submitted.append(request)
-        self.most_in_flight = max(self.most_in_flight, len(self.live))
+    def run(
+        self, requests: Iterable[Request | None], *, max_in_flight: int | None = None
+    ) -> Generator[tuple[str, RequestUpdate | Exception], None, None]:
+        source = iter(requests)
+        try:
+            while True:
+                while max_in_flight is None or len(self.live) < max_in_flight:
+                    request = next(source, None)
+                    if request is None:
+                        break
+                    self.live[request.request_id] = request
+                    self.submitted.append(request)
+                    self.most_in_flight = max(self.most_in_flight, len(self.live))
+                if not self.live:
+                    return
+                request_id, request = self.live.popitem()
+                for update in self._updates(request):
+                    yield request_id, update
+        finally:
+            self.aborted += self.live
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        self.aborted += request_ids
-
-    def updates(self) -> list[RequestUpdate | RequestFailed]:
-        if not self.live:
-            return []
-        _, request = self.live.popitem()
+    def _updates(self, request: Request) -> list[RequestUpdate | Exception]:
         answer = self._answer(request)
-        if isinstance(answer, RequestFailed):
+        if isinstance(answer, LatentrayError):
             return [answer]
         logprobs = tuple(TokenLogprob(token_id=t, logprob=-0.5, top=((t, -0.5), (0, -1.0))) for t in answer)
         wanted = request.params.logprobs is not None
@@ -52,9 +62,3 @@ class ScriptedEngine:
             num_accepted_tokens=4,
         )
         return [first, last]
-
-    def stats(self) -> GroupStats:
-        return GroupStats()
-
-    def close(self) -> None:
-        pass

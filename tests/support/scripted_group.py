@@ -1,10 +1,11 @@
 """A group that answers by script: each request plays a list of updates, waits and errors."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from actors.requests import Request, RequestUpdate, TokenLogprob
+from actors.requests import Request, RequestUpdate, SequenceKey, TokenLogprob
 from actors.stats import GroupStats
+from cluster.answering.group import Deliver
 from kernels_integration.errors import UnavailableError
 
 Script = Sequence["RequestUpdate | asyncio.Event | BaseException"]
@@ -16,6 +17,8 @@ def update(request: Request, token_ids: Sequence[int], done: int = 0, **fields: 
     logprobs = () if wanted is None else tuple(logprob_of(t, wanted) for t in token_ids)
     return RequestUpdate(
         request_id=request.request_id,
+        incarnation=request.incarnation,
+        index=request.index,
         token_ids=tuple(token_ids),
         logprobs=logprobs,
         num_prompt_tokens=len(request.prompt_token_ids),
@@ -50,7 +53,7 @@ def echo(request: Request) -> Script:
 
 
 class ScriptedGroup:
-    """Implements the gateway's Group. `ended` tells what became of each request."""
+    """Implements Group. `live` holds the ids of what runs, `ended` what became of each."""
 
     def __init__(self, script: Callable[[Request], Script] = echo) -> None:
         self.script = script
@@ -59,32 +62,39 @@ class ScriptedGroup:
         self.stats: GroupStats | None = GroupStats()
         self.requests: list[Request] = []
         self.ended: dict[str, str] = {}
-        self.aborted: list[str] = []
-        self.live: set[str] = set()
+        self._tasks: dict[SequenceKey, asyncio.Task[None]] = {}
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
+    @property
+    def live(self) -> set[str]:
+        return {key.request_id for key in self._tasks}
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
         if not self.healthy:
             raise UnavailableError(self.message)
         self.requests.append(request)
-        self.live.add(request.request_id)
-        self.ended[request.request_id] = "aborted"
-        try:
-            for item in self.script(request):
-                if isinstance(item, asyncio.Event):
-                    await item.wait()
-                elif isinstance(item, RequestUpdate):
-                    if item.finish_reason is not None:
-                        self.ended[request.request_id] = "finished"
-                    yield item
-                else:
-                    self.ended[request.request_id] = "failed"
-                    raise item
-                await asyncio.sleep(0)
-        finally:
-            self.live.remove(request.request_id)
+        self._tasks[request.key] = asyncio.create_task(self._play(request, deliver))
 
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        self.aborted += request_ids
+    def abort(self, keys: Iterable[SequenceKey]) -> None:
+        for key in keys:
+            if (task := self._tasks.pop(key, None)) is not None:
+                self.ended[key.request_id] = "aborted"
+                task.cancel()
+
+    async def connect(self) -> None:
+        pass
+
+    async def _play(self, request: Request, deliver: Deliver) -> None:
+        for item in self.script(request):
+            if isinstance(item, asyncio.Event):
+                await item.wait()
+            elif isinstance(item, RequestUpdate) and item.finish_reason is None:
+                deliver(item)
+            else:
+                self.ended[request.request_id] = "finished" if isinstance(item, RequestUpdate) else "failed"
+                del self._tasks[request.key]
+                deliver(item)  # type: ignore[arg-type]
+                return
+            await asyncio.sleep(0)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:

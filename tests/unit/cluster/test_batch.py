@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from actors.requests import Request, RequestFailed
+from actors.requests import Request
 from cluster.batch import BatchSummary, run_batch, runner
 from cluster.batch.output_file import open_output
 from cluster.batch.rows import MAX_ROW_BYTES
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
-from kernels_integration.errors import UnavailableError
+from kernels_integration.errors import OverloadedError, UnavailableError
 from tests.support.scripted_engine import Answer, ScriptedEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -179,7 +179,7 @@ def test_a_custom_id_counts_once(frontend: ModelFrontend) -> None:
 def test_a_request_that_fails_is_a_row_that_failed(frontend: ModelFrontend) -> None:
     def answer(request: Request) -> Answer:
         if request.request_id == "2":
-            return RequestFailed(request_id="2", code="overloaded", message="queue full")
+            return OverloadedError("queue full")
         return echo(request)
 
     written, summary, _ = run(frontend, [row("a"), row("b"), row("c")], answer=answer)
@@ -189,9 +189,7 @@ def test_a_request_that_fails_is_a_row_that_failed(frontend: ModelFrontend) -> N
 
 
 def test_a_lost_engine_ends_the_batch(frontend: ModelFrontend) -> None:
-    engine = ScriptedEngine(
-        lambda r: RequestFailed(request_id=r.request_id, code="unavailable", message="shard 1 is lost")
-    )
+    engine = ScriptedEngine(lambda r: UnavailableError("shard 1 is lost"))
     with pytest.raises(UnavailableError, match="shard 1 is lost"):
         run_batch([row("a"), row("b"), row("c")], print, engine=engine, frontend=frontend, max_in_flight=2)
     assert engine.aborted == ["1"], "the rows in flight are ended, the rest is not begun"

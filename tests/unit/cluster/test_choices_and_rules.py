@@ -1,5 +1,6 @@
 """n > 1, bad words, and the rules that need the vocabulary."""
 
+import msgspec
 import pytest
 
 from actors.sampling_params import SamplingParams
@@ -18,10 +19,12 @@ def frontend() -> ModelFrontend:
     )
 
 
-def test_choices_differ_in_id_and_seed_alone(frontend: ModelFrontend) -> None:
+def test_choices_are_one_incarnation_and_differ_in_index_and_seed_alone(frontend: ModelFrontend) -> None:
     request = frontend.build_request("r", "Hi", SamplingParams(n=3, seed=9, prompt_logprobs=1, top_k=5))
     parts = choices(request)
-    assert [part.request_id for part in parts] == ["0_r", "1_r", "2_r"]
+    assert [(part.request_id, part.index) for part in parts] == [("r", 0), ("r", 1), ("r", 2)]
+    assert len({part.incarnation for part in parts}) == 1
+    assert choices(request)[0].incarnation != parts[0].incarnation, "a retry is another"
     assert [part.seed for part in parts] == [9, choice_seed(9, 1), choice_seed(9, 2)]
     assert len({part.seed for part in parts}) == 3
     assert [part.params.prompt_logprobs for part in parts] == [1, None, None]
@@ -29,7 +32,8 @@ def test_choices_differ_in_id_and_seed_alone(frontend: ModelFrontend) -> None:
         (1, 5, request.prompt_token_ids)
     }
     single = frontend.build_request("r", "Hi", SamplingParams(seed=9))
-    assert choices(single) == (single,)
+    [part] = choices(single)
+    assert msgspec.structs.replace(part, incarnation=0) == single
 
 
 def test_bad_words_at_the_start_and_after_a_space(frontend: ModelFrontend) -> None:

@@ -38,9 +38,7 @@ def traced_run(path: Path, scheduling: str, *, tp: int = 1) -> dict[str, list[Ev
         scheduling=scheduling, trace=True, num_speculative_tokens=2, tensor_parallel_size=tp
     )
     engine = start_engine(config, executor="inline", tokenizer=load_tokenizer(), trace_file=str(path))
-    engine.submit(request("r", text_prompts([40])[0], max_tokens=24))
-    while engine.updates():
-        pass
+    assert list(engine.run([request("r", text_prompts([40])[0], max_tokens=24)]))
     engine.close()
     return events_of(path)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from actors.messages import RowKind
+from actors.requests import SequenceKey
 from tests.support.fake_group import Group, group_config, request
 from tests.support.fake_shard import anti_oracle, oracle, stream
 
@@ -92,7 +93,7 @@ def test_requests_running_together_hold_the_same_blocks() -> None:
     group.check_blocks()
     assert group.coordinator.stats().num_used_blocks <= used + 1  # a's drafts
     group.report()
-    group.coordinator.abort(["a"])
+    group.coordinator.abort([SequenceKey("a")])
     group.check_blocks()
     group.run()
     assert group.tokens("b") == stream(prompt, 6, 30)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from actors.messages import RowKind, StepOutput
-from actors.requests import RequestFailed, RequestUpdate
+from actors.requests import RequestFailed, RequestUpdate, SequenceKey
 from kernels_integration.errors import (
     DuplicateRequestError,
     InvalidRequestError,
@@ -66,11 +66,11 @@ def test_drafts_leave_a_row_for_every_later_anchor() -> None:
 def test_abort_before_the_first_step() -> None:
     group = Group()
     group.coordinator.submit(request())
-    group.coordinator.abort(["r", "r", "unknown"])
+    group.coordinator.abort([SequenceKey("r"), SequenceKey("r"), SequenceKey("unknown")])
     assert group.coordinator.take_updates() == [
         RequestFailed(request_id="r", code="aborted", message="the request was aborted")
     ]
-    group.coordinator.abort(["r"])
+    group.coordinator.abort([SequenceKey("r")])
     assert group.coordinator.take_updates() == []
     assert not group.coordinator.has_work
     assert group.coordinator.schedule() is None
@@ -86,7 +86,7 @@ def test_abort_with_a_step_in_flight_frees_blocks_for_the_next_message(steps_bef
         group.send()
         group.report()
     group.send()
-    group.coordinator.abort(["a"])
+    group.coordinator.abort([SequenceKey("a")])
     assert group.coordinator.stats().num_used_blocks == 0
     assert group.coordinator.has_work
     group.report()
@@ -101,7 +101,7 @@ def test_an_aborted_id_is_free_at_once_and_old_results_do_not_reach_its_successo
     group = Group()
     group.coordinator.submit(request("r", [1, 2, 3], max_tokens=9))
     group.send()
-    group.coordinator.abort(["r"])
+    group.coordinator.abort([SequenceKey("r")])
     group.coordinator.take_updates()
     group.coordinator.submit(request("r", [4, 5], max_tokens=9))
     group.report()

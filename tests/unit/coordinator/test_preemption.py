@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.requests import SequenceKey
 from tests.support.fake_group import Group, group_config, request
 from tests.support.fake_shard import anti_oracle, stream
 
@@ -65,7 +66,7 @@ def test_the_youngest_is_preempted_and_comes_back_as_chunks(is_caching) -> None:
     while group.coordinator.stats().num_preemptions == 0:
         assert group.send()
         group.report()
-    state = group.coordinator._live["r1"]
+    state = group.coordinator._live[SequenceKey("r1")]
     committed = list(state.tokens)
     assert state in group.coordinator._scheduler.waiting
     group.run()
@@ -95,7 +96,7 @@ def test_a_step_that_preempts_does_not_admit() -> None:
         assert group.send()
         group.report()
     assert group.sent[-1].admit == ()
-    assert group.coordinator._blocks.num_free > len(group.coordinator._live["r1"].tokens)
+    assert group.coordinator._blocks.num_free > len(group.coordinator._live[SequenceKey("r1")].tokens)
     group.run()
     assert group.tokens("r1") == stream([1, 7], 5, 25)
 

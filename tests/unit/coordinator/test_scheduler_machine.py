@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from actors.requests import Request, RequestFailed
+from actors.requests import Request, RequestFailed, SequenceKey
 from kernels_integration.errors import DuplicateRequestError, InvalidRequestError
 from tests.support.fake_group import Group, group_config, request
 from tests.support.fake_shard import stream
@@ -152,7 +152,7 @@ class GroupMachine(RuleBasedStateMachine):
     def abort(self, data) -> None:
         ids = data.draw(st.lists(st.sampled_from(sorted(self.live)), min_size=1, max_size=3))
         used = self.group.coordinator.stats().num_used_blocks
-        self.group.coordinator.abort([*ids, "never seen"])
+        self.group.coordinator.abort([SequenceKey(i) for i in (*ids, "never seen")])
         assert self.group.coordinator.stats().num_used_blocks <= used
         for request_id in set(ids):
             del self.live[request_id]

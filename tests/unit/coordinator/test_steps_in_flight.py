@@ -3,6 +3,7 @@
 import pytest
 
 from actors.messages import RowKind
+from actors.requests import SequenceKey
 from tests.support.fake_group import Group, group_config, request
 from tests.support.fake_shard import anti_oracle, oracle, sometimes_right, stream
 
@@ -85,7 +86,7 @@ def test_an_abort_with_two_steps_in_flight(reported) -> None:
     for _ in range(reported):
         group.report()
     before = len(group.tokens("a"))
-    group.coordinator.abort(["a"])
+    group.coordinator.abort([SequenceKey("a")])
     assert group.send()
     assert group.sent[-1].admit
     group.run()

@@ -1,0 +1,85 @@
+"""Groups as a front end sees them: hand a sequence over, be told what becomes of it."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from actors.requests import Request, RequestUpdate, SequenceKey
+from actors.stats import GroupStats
+from kernels_integration.errors import UnavailableError
+
+Deliver = Callable[[RequestUpdate | Exception], None]
+
+
+class Group(Protocol):
+    """One group, used in one event loop. `GroupClient` is it over sockets, `LocalGroup` in this process."""
+
+    @property
+    def healthy(self) -> bool:
+        """A token can be produced now."""
+
+    @property
+    def message(self) -> str:
+        """Why it is not healthy, in words."""
+
+    @property
+    def stats(self) -> GroupStats | None:
+        """The newest figures, None before the first."""
+
+    async def connect(self) -> None:
+        """Wait until it can be asked. Errors: UnavailableError."""
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Begin one sequence. `deliver` is called in the loop with its updates, in order; the last has a
+        finish_reason, or is the error that ended it.
+
+        Errors: UnavailableError.
+        """
+
+    def abort(self, keys: Iterable[SequenceKey]) -> None:
+        """End sequences: nothing more is delivered, and their blocks are free within one step.
+
+        Those that have ended are no error.
+        """
+
+    async def current_stats(self) -> GroupStats:
+        """Figures as of now. Errors: UnavailableError."""
+
+    async def close(self) -> None:
+        """Leave the group; sequences that still run end with UnavailableError."""
+
+
+class Groups:
+    """All groups of a front end. A sequence goes to one of those that can answer."""
+
+    def __init__(self, members: Sequence[Group]) -> None:
+        self._members = tuple(members)
+        self._num_sequences: Counter[Group] = Counter()
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def healthy(self) -> bool:
+        """One of them can produce a token now."""
+        return any(group.healthy for group in self._members)
+
+    @property
+    def message(self) -> str:
+        """Why those that are not healthy are not."""
+        unhealthy = [group.message for group in self._members if not group.healthy]
+        return "; ".join(unhealthy) if unhealthy else self._members[0].message
+
+    def choose(self) -> Group:
+        """The healthy group with the fewest sequences of this front end. Errors: UnavailableError."""
+        healthy = [group for group in self._members if group.healthy]
+        if not healthy:
+            raise UnavailableError(self.message)
+        return min(healthy, key=lambda group: self._num_sequences[group])
+
+    def took(self, group: Group, num_sequences: int) -> None:
+        """The group has so many sequences more, or fewer."""
+        self._num_sequences[group] += num_sequences

@@ -1,0 +1,104 @@
+"""The requests that a front end is answering now: owner of users' ids, limits and ends from outside."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cluster.answering.group import Group
+from kernels_integration.errors import DuplicateRequestError, LatentrayError, OverloadedError
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request between admission and the end of its call."""
+
+    request_id: str
+    client: str = ""
+    """Who asked; "" counts against no limit."""
+    group: Group | None = None
+    """Once its sequences run."""
+    num_sequences: int = 0
+    num_prompt_tokens: int = 0
+    """Known once the prompt is tokenised."""
+    answered: bool = False
+    """Its first tokens have come from the group."""
+    task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
+    ended_by: LatentrayError | None = None
+
+
+class LiveRequests:
+    """By id, in order of arrival. A request leaves when its group has answered it, or its call ends."""
+
+    def __init__(self, *, max_sequences_per_client: int | None = None) -> None:
+        self._max_sequences_per_client = max_sequences_per_client
+        self._by_id: dict[str, LiveRequest] = {}
+        self._delivering: set[LiveRequest] = set()
+        """Answered by the group, but not yet read by their clients."""
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def enter(self, request_id: str, client: str = "") -> LiveRequest:
+        """The request of the current task. Errors: DuplicateRequestError; an id that has ended is free."""
+        if request_id in self._by_id:
+            raise DuplicateRequestError.of(request_id)
+        live = self._by_id[request_id] = LiveRequest(request_id, client)
+        self._empty.clear()
+        return live
+
+    def require_room(self, live: LiveRequest, num_sequences: int) -> None:
+        """Count its sequences. Errors: OverloadedError where the client then has too many."""
+        limit = self._max_sequences_per_client
+        if live.client and limit is not None:
+            num_running = sum(
+                other.num_sequences for other in self._by_id.values() if other.client == live.client
+            )
+            if num_running + num_sequences > limit:
+                raise OverloadedError(
+                    f"this client has {num_running} sequences running, and {num_sequences} more would exceed "
+                    f"{limit}; wait for some to end, or lower n"
+                )
+        live.num_sequences = num_sequences
+
+    def answered(self, live: LiveRequest) -> None:
+        """The group has no more to say: its id is free, however slowly the client reads."""
+        if self._by_id.get(live.request_id) is live:
+            del self._by_id[live.request_id]
+            self._delivering.add(live)
+
+    def leave(self, live: LiveRequest) -> None:
+        """Its call has ended."""
+        self.answered(live)
+        self._delivering.discard(live)
+        if not self._by_id and not self._delivering:
+            self._empty.set()
+
+    def end(self, request_ids: Iterable[str], error: LatentrayError) -> None:
+        """End the calls of these requests with `error`, whatever they wait for. Other ids are no error."""
+        for request_id in request_ids:
+            if (live := self._by_id.get(request_id)) is not None:
+                self.end_one(live, error)
+
+    def end_one(self, live: LiveRequest, error: LatentrayError) -> None:
+        if live.task is not None and live.ended_by is None:
+            live.ended_by = error
+            live.task.cancel()
+
+    def end_all(self, error: LatentrayError) -> None:
+        for live in (*self._by_id.values(), *self._delivering):
+            self.end_one(live, error)
+
+    async def wait_until_empty(self) -> None:
+        """Until every call has ended."""
+        await self._empty.wait()
+
+    def num_waiting_prompt_tokens(self, group: Group, num_waiting: int) -> int:
+        """Prompt tokens of a group's `num_waiting` youngest requests that have no token yet."""
+        unanswered = [
+            live.num_prompt_tokens
+            for live in self._by_id.values()
+            if not live.answered and live.group is group
+        ]
+        return sum(unanswered[-num_waiting:]) if num_waiting else 0
