@@ -3,6 +3,7 @@
 import random
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingP
 from cluster.chat.messages import checked_messages, checked_tools
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
 from cluster.frontend.limits import require_token_ids, with_fitting_length
+from cluster.frontend.prompt_bound import longest_token
 from cluster.frontend.token_checks import bad_word_ids, require_candidates, require_text
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.files import CONFIG
@@ -180,6 +182,7 @@ class ModelFrontend:
                 "prompt is empty; it must hold at least one character or token id", field="prompt"
             )
         if isinstance(prompt, str):
+            self._require_short_enough(prompt, "prompt")
             require_text(prompt, "prompt")
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
@@ -214,8 +217,29 @@ class ModelFrontend:
             tools=checked_tools(tools),
             template_kwargs=chat_template_kwargs,
         )
+        self._require_short_enough(text, "messages")
         require_text(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+
+    @cached_property
+    def max_prompt_characters(self) -> int | None:
+        """More characters are surely more tokens than the context holds; None: no such number is known."""
+        longest = longest_token(self.tokenizer.backend)
+        return None if longest is None else longest * (self.max_model_len - 1)
+
+    def _require_short_enough(self, text: str, field: str) -> None:
+        """Errors: InvalidRequestError for a text that cannot fit, before it costs seconds to know by how
+        much."""
+        if len(text) < self.max_model_len:
+            return
+        limit = self.max_prompt_characters
+        if limit is not None and len(text) > limit:
+            raise InvalidRequestError(
+                f"{field} {'has' if field == 'prompt' else 'have'} {len(text)} characters; max_model_len "
+                f"{self.max_model_len} leaves room for {limit} at most, as the longest token has "
+                f"{limit // (self.max_model_len - 1)}: shorten the text or raise --max-model-len",
+                field=field,
+            )
 
     def text_stream(self, params: SamplingParams) -> TextStream:
         """The text of one completion under these parameters."""

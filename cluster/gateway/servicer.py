@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 
@@ -52,6 +53,7 @@ first heartbeat. The message has no fields for them."""
 _MAX_SHOWN_ID = 1024
 _LONG_TEXT = 8192
 """Characters; a few milliseconds of tokenising."""
+_TOKENIZING_THREADS = 2
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
@@ -76,6 +78,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self._model_info = server_facts.model_info(config, frontend)
         self._kv_bytes_per_token = group_kv_bytes_per_token(config)
         self._bundle: TokenizerBundle | None = None
+        self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, thread_name_prefix="tokenizing")
         self._started_at_s = time.monotonic()
         self._last_received_at_s = 0.0
 
@@ -125,8 +128,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             cache_salt=parameters.cache_salt_of(metadata),
         )
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
-            # The other streams must not wait for it; `tokenizers` runs without the interpreter's lock.
-            return await asyncio.to_thread(build)
+            # The other streams must not wait for it, and only so many long texts take memory at a time.
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, build)
         return build()
 
     async def _write(self, message: pb.GenerateResponse, context: aio.ServicerContext) -> None:

@@ -58,7 +58,8 @@ class FastTokenizer:
         return bool(self.chat_templates)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, it lets other threads run; without offsets it takes half the time and memory.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
