@@ -130,9 +130,11 @@ class Checkpoint:
         self.fill(name, row_range, column_range, out)
         return out if len(info.shape) > 1 else out[:, 0]
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for `fill`."""
-        return torch.empty(shape, dtype=dtype)
+    def allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """Memory for what is read; `fill` itself writes to the CPU's."""
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def find_bad_values(self, name: str) -> str | None:
         """Read a whole tensor, tile by tile; what is wrong with its values, None if nothing."""

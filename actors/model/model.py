@@ -87,7 +87,12 @@ def load_model(
         progress.begin(size.file_bytes)
         checkpoint.on_read = progress.advance
         reader = WeightReader(
-            checkpoint=checkpoint, dtype=dtype, rank=tp.rank, size=tp.size, expert_parallel=expert_parallel
+            checkpoint=checkpoint,
+            dtype=dtype,
+            device=backend.device,
+            rank=tp.rank,
+            size=tp.size,
+            expert_parallel=expert_parallel,
         )
         _require_copies(config, reader, checkpoint.tensors, num_mtp_layers)
         return Model(config, reader, backend, tp, dcp, num_mtp_layers=num_mtp_layers, spans=spans)
@@ -149,7 +154,8 @@ class Model:
         self.tp = tp
         self.dcp = dcp
         yarn = config.rope_scaling
-        self.frequencies = rotary_frequencies(config.rope_theta, config.qk_rope_head_dim, reader.dtype, yarn)
+        frequencies = rotary_frequencies(config.rope_theta, config.qk_rope_head_dim, reader.dtype, yarn)
+        self.frequencies = frequencies.to(backend.device)
         self.rope_factor = yarn.embedding_factor if yarn is not None else 1.0
         self.embed_tokens = reader.vocabulary(EMBEDDING)
         self.layers = [

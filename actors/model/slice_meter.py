@@ -35,7 +35,9 @@ class SliceMeter:
     def __getitem__(self, name: str) -> TensorInfo:
         return TensorInfo(shape=self._shapes[name], dtype="", file="", offset=0)
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Tensor:
         data = torch.empty(shape, dtype=dtype, device="meta")
         self.weight_bytes += data.nbytes
         return data

@@ -20,12 +20,12 @@ class TensorSource(Protocol):
 
     def __getitem__(self, name: str) -> TensorInfo: ...
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
         """Memory without content."""
         ...
 
     def fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
-        """Write a slice into out [rows, columns]. A vector counts as one column."""
+        """Write a slice into out [rows, columns] on the CPU. A vector counts as one column."""
         ...
 
 
@@ -37,6 +37,8 @@ class WeightReader:
     dtype: torch.dtype
     rank: int
     size: int
+    device: torch.device | str = "cpu"
+    """Where the weights are to lie. What is read passes through the CPU's memory a tensor at a time."""
     prefix: str = ""
     expert_parallel: bool = False
     """Routed experts are whole on one rank instead of split over all."""
@@ -139,9 +141,9 @@ class WeightReader:
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if not self.is_transposed:
-            return self.checkpoint.allocate(shape, dtype)
+            return self.checkpoint.allocate(shape, dtype, self.device)
         *experts, height, width = shape
-        return self.checkpoint.allocate((*experts, width, height), dtype).transpose(-1, -2)
+        return self.checkpoint.allocate((*experts, width, height), dtype, self.device).transpose(-1, -2)
 
     def _fill_stack(self, parts: Sequence[tuple[str, slice]], columns: slice, out: Tensor) -> None:
         start = 0
@@ -157,10 +159,11 @@ class WeightReader:
         stored = out[: len(row_range), : len(column_range)]
         if stored.shape != out.shape:
             out.zero_()
-        if len(column_range) == out.shape[1] or self.is_transposed:
+        on_host = stored.device.type in ("cpu", "meta")
+        if on_host and (len(column_range) == out.shape[1] or self.is_transposed):
             self.checkpoint.fill(self.prefix + name, row_range, column_range, stored)
-        else:  # a part of the columns of a row-major matrix
-            data = torch.empty_like(stored)
+        else:  # a part of the columns of a row-major matrix, or another device
+            data = torch.empty_like(stored, device="cpu" if not on_host else None)
             self.checkpoint.fill(self.prefix + name, row_range, column_range, data)
             stored.copy_(data)
 

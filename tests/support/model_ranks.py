@@ -15,6 +15,7 @@ from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.reference.backend import TorchBackend
+from kernels_integration.rows import Rows
 from tests.support.model_rows import Chunk, SlotMap
 
 T = TypeVar("T")
@@ -35,14 +36,17 @@ class Rank:
         num_mtp_layers: int = 0,
         expert_parallel: bool = False,
         kv_cache_dtype: str | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
+        """device: its rows are in the form of devices; None: in the host's, on the CPU."""
+        self.device = device
         self.config = ModelConfig.from_pretrained(path)
         self.dcp = dcp or DcpGroup(1, SoloCollectives())
         self.model = load_model(
             self.config,
             path,
             dtype=dtype,
-            backend=TorchBackend(dtype),
+            backend=TorchBackend(dtype, device or "cpu"),
             tp=tp or SoloCollectives(),
             dcp=self.dcp,
             num_mtp_layers=num_mtp_layers,
@@ -54,24 +58,32 @@ class Rank:
             self.config.kv_layout(kv_cache_dtype or str(dtype).removeprefix("torch.")),
             num_layers,
             self.slots.num_slots,
+            device or "cpu",
             index_layers=self.config.index_layers(num_layers),
         )
         # A read of a slot that was never written must show.
         for vectors in (*self.cache.latents, *self.cache.keys):
-            vectors.write(torch.arange(vectors.num_slots), torch.full((vectors.num_slots, vectors.dim), 1e3))
+            slots = torch.arange(vectors.num_slots, device=device)
+            vectors.write(slots, torch.full((vectors.num_slots, vectors.dim), 1e3, device=device))
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> Tensor:
-        rows = self.slots.rows(chunks)
-        return self.model.forward(torch.tensor(list(token_ids)), rows, self.cache)
+        return self.model.forward(
+            torch.tensor(list(token_ids), device=self.device), self._rows(chunks, 0), self.cache
+        )
 
     @torch.inference_mode()
     def mtp_forward(
         self, chunks: Sequence[Chunk], token_ids: Sequence[int], prev_hidden: Tensor, module: int = 0
     ) -> Tensor:
-        rows = self.slots.rows(chunks, visible_from=1 + module)
-        ids = torch.tensor(list(token_ids))
+        rows = self._rows(chunks, 1 + module)
+        ids = torch.tensor(list(token_ids), device=self.device)
         return self.model.mtp_forward(ids, prev_hidden, rows, self.cache, module=module)
+
+    def _rows(self, chunks: Sequence[Chunk], visible_from: int) -> Rows:
+        if self.device is None:
+            return self.slots.rows(chunks, visible_from)
+        return self.slots.device_rows(chunks, visible_from, self.device)
 
     def logits(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> Tensor:
         with torch.inference_mode():

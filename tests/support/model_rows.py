@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels_integration.dcp import DcpGroup
-from kernels_integration.rows import RowBatch, RowGroup
+from kernels_integration.rows import DeviceRows, RowBatch, RowGroup
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,29 @@ class SlotMap:
             write_rows=torch.tensor(write_rows, dtype=torch.int64),
             write_slots=torch.tensor(write_slots, dtype=torch.int64),
             groups=tuple(row_groups),
+            max_visible=max(positions) + 1 - visible_from,
+        )
+
+    def device_rows(
+        self, chunks: Sequence[Chunk], visible_from: int = 0, device: torch.device | str = "cpu"
+    ) -> DeviceRows:
+        """The same rows in fixed shapes; blocks are of one token."""
+        positions, request, slots = [], [], []
+        for chunk in chunks:
+            owned = dict(self.owned(chunk.request, chunk.start + chunk.count))
+            for g in range(chunk.start, chunk.start + chunk.count):
+                positions.append(g)
+                request.append(chunk.request)
+                slots.append(owned.get(g, -1))
+        p = torch.tensor(positions, dtype=torch.int64, device=device)
+        return DeviceRows(
+            positions=p,
+            visible_from=torch.full_like(p, visible_from),
+            visible_to=p + 1,
+            slots=torch.tensor(slots, dtype=torch.int64, device=device),
+            request=torch.tensor(request, dtype=torch.int64, device=device),
+            block_tables=torch.tensor(self._slots, dtype=torch.int64, device=device),
+            block_size=1,
             max_visible=max(positions) + 1 - visible_from,
         )
 

@@ -16,12 +16,12 @@ def random_checkpoint(tmp_path_factory):
     return write_random_checkpoint(tmp_path_factory.mktemp("random"))
 
 
-def run_script(path, prompts, dtype=torch.float64, tp=None, dcp=None):
+def run_script(path, prompts, dtype=torch.float64, tp=None, dcp=None, device=None):
     """Three requests: whole and chunked prefill, verify rows, decode, MTP fill and a chained draft.
 
     Returns the logits that this rank holds of everything computed.
     """
-    rank = Rank(path, dtype, num_requests=3, capacity=200, num_mtp_layers=1, tp=tp, dcp=dcp)
+    rank = Rank(path, dtype, num_requests=3, capacity=200, num_mtp_layers=1, tp=tp, dcp=dcp, device=device)
     a, b, c = prompts
     states = []
     first = rank.forward([Chunk(0, 0, 20), Chunk(1, 0, 90)], a[:20] + b[:90])
@@ -45,6 +45,28 @@ def assert_topology_agrees(path, prompts, topology, *, dtype=torch.float64, tole
     gathered = torch.cat([logits for logits, _ in parts], dim=-1)
     assert (gathered[:, : whole.shape[1]] - whole).abs().max() <= tolerance
     assert torch.all(gathered[:, whole.shape[1] :] == float("-inf"))
+
+
+@pytest.mark.parametrize("topology", [(1, 1, 1), (2, 2, 1), (4, 2, 4)])
+def test_rows_of_a_device_give_what_rows_of_a_host_give(random_checkpoint, topology):
+    tp, dcp, interleave = topology
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(3, 101, (3, 100), generator=generator).tolist()
+    for (ours, _), (theirs, _) in zip(
+        *(
+            run_ranks(
+                tp,
+                dcp,
+                interleave,
+                lambda t, d, at=at: run_script(random_checkpoint, prompts, tp=t, dcp=d, device=at),
+            )
+            for at in (None, "cpu")
+        ),
+        strict=True,
+    ):
+        finite = theirs.isfinite()
+        assert torch.equal(finite, ours.isfinite())
+        assert (ours[finite] - theirs[finite]).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
