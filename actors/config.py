@@ -38,7 +38,10 @@ class GroupConfig:
     """Storage of the latent KV: the same names, or fp8_ds_mla."""
     indexer_kv_dtype: str | None = None
     """Storage of the indexer keys: as dtype, or fp8. None: as the latent KV, and fp8 beside fp8_ds_mla."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the shards compute on."""
     attention_backend: str = "torch"
+    """auto, or one of the registry's."""
     rejection_sampling: Literal["coupled", "standard"] = "coupled"
     """How drafts are accepted at a temperature above 0. Coupled streams do not depend on k."""
     scheduling: Literal["sync", "deferred"] = "sync"

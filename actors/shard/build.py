@@ -81,7 +81,7 @@ def backend_needs(config: GroupConfig, model: ModelConfig) -> registry.Needs:
     layout = model.kv_layout(config.kv_cache_dtype, config.indexer_kv_dtype)
     tp, dcp = config.tensor_parallel_size, config.decode_context_parallel_size
     return registry.Needs(
-        device="cpu",
+        device=config.device,
         dtype=config.dtype,
         kv_cache_dtype=layout.kv_cache_dtype,
         indexer_kv_dtype=layout.indexer_kv_dtype,

@@ -64,6 +64,7 @@ def run_checks(args: ServeArgs) -> Iterator[Check]:
     yield _packages()
     yield _guarded("torch", _torch)
     yield _guarded("checkpoint", lambda: _checkpoint(args))
+    yield _guarded("backend", lambda: _backend(args))
     yield _guarded("tokenizer", lambda: _tokenizer(args))
     yield _guarded("memory", lambda: _memory(args))
     yield _guarded("shared memory", _shared_memory)
@@ -118,6 +119,23 @@ def _checkpoint(args: ServeArgs) -> Check:
         detail=f"{config.model_path}: {num_parameters / 1e6:.1f} M parameters, "
         f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context",
     )
+
+
+def _backend(args: ServeArgs) -> Check:
+    """What would compute the model on this machine, and a sentence for each backend that could not."""
+    from actors.model.config import ModelConfig
+    from actors.shard.build import backend_needs
+    from kernels_integration import registry
+
+    config = args.resolve()
+    needs = backend_needs(config, ModelConfig.from_pretrained(config.model_path))
+    choice = registry.choose(config.attention_backend, needs)
+    others = [
+        registry.refusal(name, needs) or f"{name} can be used too"
+        for name in registry.BACKENDS
+        if name != choice.name
+    ]
+    return Check(name="backend", status="ok", detail="; ".join([f"{choice.name} on {needs.device}", *others]))
 
 
 def _tokenizer(args: ServeArgs) -> Check:

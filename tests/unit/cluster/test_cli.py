@@ -169,8 +169,13 @@ def test_doctor_tells_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     code = run("doctor", "--json", "--port", "0", "--kv-cache-memory-bytes", "1M")
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
     assert list(checks) == [
-        *("python", "packages", "torch", "checkpoint", "tokenizer", "memory", "shared memory", "port", "ray")
+        *("python", "packages", "torch", "checkpoint", "backend", "tokenizer", "memory", "shared memory"),
+        *("port", "ray"),
     ]
+    assert checks["backend"]["detail"] == (
+        "torch on cpu; triton cannot be used: it computes on cuda, not on cpu; "
+        "aiter cannot be used: it computes on cuda, not on cpu"
+    )
     assert checks["checkpoint"]["status"] == "ok"
     assert "14.3 M parameters" in checks["checkpoint"]["detail"]
     assert code == (4 if any(check["status"] == "fail" for check in checks.values()) else 0)
@@ -179,6 +184,11 @@ def test_doctor_tells_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_names_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", "--model", "/nope", "--kv-cache-memory-bytes", "9999G", "--port", "0") == 4
     assert "FAIL  checkpoint: no such model path: /nope" in capsys.readouterr().out
+    assert run("doctor", "--attention-backend", "aiter", "--port", "0") == 4
+    assert (
+        "FAIL  backend: attention-backend aiter cannot be used: it computes on cuda"
+        in capsys.readouterr().out
+    )
     assert run("doctor", "--kv-cache-memory-bytes", "9999G", "--port", "0") == 4
     assert "FAIL  memory: weights 54.5 MiB and KV cache 9.8 TiB" in capsys.readouterr().out
 
