@@ -15,6 +15,7 @@ from cluster.answering.answering import Answering
 from cluster.answering.group import Group
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.health import GroupHealth
+from cluster.gateway.malformed import RefuseMalformed
 from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from cluster.gateway.reflection import add_reflection
 from cluster.gateway.servicer import SERVICE_NAME, VllmEngineServicer
@@ -72,7 +73,9 @@ class GatewayServer:
     async def start(self) -> None:
         """Listen. Errors: ConfigError when the port is taken or the host is not this machine's."""
         require_free(self._host, self.port)
-        server = aio.server(options=server_options(self._max_message_bytes))
+        server = aio.server(
+            interceptors=(RefuseMalformed(),), options=server_options(self._max_message_bytes)
+        )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_reflection((SERVICE_NAME, health.SERVICE_NAME), server)

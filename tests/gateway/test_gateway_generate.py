@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from cluster.gateway.servicer import SERVICE_NAME
 from kernels_integration.errors import DuplicateRequestError, OverloadedError, UnavailableError
 from tests.support.scripted_group import ScriptedGroup, echo, logprob_of, until, update
 
@@ -385,6 +386,31 @@ async def test_bad_input_names_field_value_and_rule(serve, stub_of, message, fie
     assert violation.field == field
     for word in words:
         assert word in error.details()
+
+
+@pytest.mark.parametrize(
+    ("method", "data"),
+    [
+        *(
+            (method, b"\xff")
+            for method in ("Generate", "GetTokenizer", "Abort", "GetLoads", "HealthCheck", "Embed")
+        ),
+        ("Generate", b"\x0a\xff\xff"),  # a length beyond the end
+        ("Abort", b"\x0a\x02\xff\xfe"),  # a text that is not UTF-8
+    ],
+)
+async def test_bytes_that_are_no_message_are_the_clients_fault(serve, method, data):
+    """gRPC says INTERNAL of them by itself."""
+    server = await serve(ScriptedGroup())
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        name = f"/{SERVICE_NAME}/{method}"
+        if method in ("Generate", "GetTokenizer"):
+            error = await failure(_drain(channel.unary_stream(name)(data)))
+        else:
+            error = await failure(channel.unary_unary(name)(data))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert method in error.details()
+    assert detail_of(error, error_details_pb2.BadRequest).field_violations[0].field == "message"
 
 
 async def test_a_status_fits_its_headers_whatever_the_input(serve, stub_of):

@@ -1,23 +1,19 @@
 """The coordinator's loop with real channels, a scripted coordinator, echo shards and real clients."""
 
 import asyncio
-import contextlib
 import itertools
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import zmq
 
 from actors import coordinator_loop
-from actors.coordinator_loop import CoordinatorLoop
 from actors.messages import StepInput, StepOutput
-from actors.transport import request_channel, step_channel
-from actors.transport.step_channel import ShardEnd
+from actors.transport import request_channel
 from cluster.answering.group_client import GroupClient
 from kernels_integration.errors import (
     LatentrayError,
@@ -25,97 +21,16 @@ from kernels_integration.errors import (
     UnavailableError,
 )
 from tests.support import streams
+from tests.support.loop_group import LoopGroup, endless, eventually, served
 from tests.support.scripted_coordinator import EchoShard, ScriptedCoordinator, request, step_output
-
-Execute = Callable[[StepInput, Callable[[StepOutput], None]], None]
-
-
-class Group:
-    """A coordinator loop and two shards in threads."""
-
-    def __init__(
-        self,
-        execute: Execute | None = None,
-        *,
-        capacity: int = 100,
-        client_silence_s: float = 10.0,
-        **limits: float,
-    ) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.coordinator = ScriptedCoordinator(capacity)
-        self.ends = step_channel.CoordinatorEnd(2, tick_s=0.05, context=self.context)
-        clients = request_channel.CoordinatorEnd(silence_s=client_silence_s, context=self.context)
-        self.address = clients.address
-        self.loop = CoordinatorLoop(self.coordinator, self.ends, clients, tick_s=0.05, **limits)
-        self.shards = [self.shard(rank) for rank in range(2)]
-        self.echoes = [EchoShard(), EchoShard()]
-        executes = [execute or self.echoes[0].execute, self.echoes[1].execute]
-        self.threads = [threading.Thread(target=self.loop.run, name="coordinator")] + [
-            threading.Thread(target=self._run_shard, args=(end, run), name="shard")
-            for end, run in zip(self.shards, executes, strict=True)
-        ]
-
-    def shard(self, rank: int, epoch: int = 0) -> ShardEnd:
-        return ShardEnd(self.ends.address, rank, epoch=epoch, beat_s=0.05, context=self.context)
-
-    def start(self, *, ready: bool = True) -> None:
-        for thread in self.threads:
-            thread.start()
-        if ready:
-            for shard in self.shards:
-                shard.ready()
-
-    def stop(self) -> None:
-        self.loop.stop()
-        for thread in self.threads:
-            thread.join(5)
-            assert not thread.is_alive()
-        for shard in self.shards:
-            shard.close()
-        self.context.destroy(linger=0)
-
-    @staticmethod
-    def _run_shard(end: ShardEnd, execute: Execute) -> None:
-        with contextlib.suppress(UnavailableError):  # of a lifeline that a test has cut
-            while (step := end.receive()) is not None:
-                execute(step, end.report if end.rank == 0 else lambda output: None)
-
-
-@asynccontextmanager
-async def served(group: Group) -> AsyncIterator[GroupClient]:
-    group.start()
-    client = GroupClient(group.address, silence_s=1.0)
-    try:
-        await client.connect()
-        await eventually(lambda: client.healthy)
-        yield client
-    finally:
-        await client.close()
-        group.stop()
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def tokens_of(client: GroupClient, request_id: str, max_tokens: int = 3) -> list[int]:
     return await streams.tokens_of(client, request(request_id, max_tokens))
 
 
-def endless(step_s: float) -> Execute:
-    shard = EchoShard()
-
-    def execute(step: StepInput, report: Callable[[StepOutput], None]) -> None:
-        time.sleep(step_s)
-        shard.execute(step, report)
-
-    return execute
-
-
 async def test_requests_stream_to_their_own_client() -> None:
-    group = Group()
+    group = LoopGroup()
     async with served(group) as first:
         second = GroupClient(group.address)
         results = await asyncio.gather(
@@ -128,14 +43,14 @@ async def test_requests_stream_to_their_own_client() -> None:
 
 
 async def test_stats_and_health_travel_with_heartbeats() -> None:
-    async with served(Group()) as client:
+    async with served(LoopGroup()) as client:
         assert (client.healthy, client.message) == (True, "ready")
         await tokens_of(client, "r", 7)
         await eventually(lambda: client.stats is not None and client.stats.num_steps == 7)
 
 
 async def test_before_the_shards_are_ready_requests_are_refused() -> None:
-    group = Group()
+    group = LoopGroup()
     group.start(ready=False)
     client = GroupClient(group.address)
     try:
@@ -153,7 +68,7 @@ async def test_before_the_shards_are_ready_requests_are_refused() -> None:
 
 
 async def test_errors_of_the_coordinator_reach_the_caller_as_their_class() -> None:
-    async with served(Group(endless(0.01), capacity=1)) as client:
+    async with served(LoopGroup(endless(0.01), capacity=1)) as client:
         live = asyncio.create_task(tokens_of(client, "a", 10**6))
         await eventually(lambda: client.stats is not None and client.stats.running == 1)
         with pytest.raises(OverloadedError, match="queue is full"):
@@ -163,7 +78,7 @@ async def test_errors_of_the_coordinator_reach_the_caller_as_their_class() -> No
 
 
 async def test_leaving_a_stream_early_aborts_its_request() -> None:
-    group = Group(endless(0.005))
+    group = LoopGroup(endless(0.005))
     async with served(group) as client:
         stream = streams.stream(client, request("left", 10**6))
         async for _ in stream:
@@ -177,7 +92,7 @@ async def test_leaving_a_stream_early_aborts_its_request() -> None:
 
 
 async def test_closing_a_client_aborts_its_requests_and_no_other() -> None:
-    group = Group(endless(0.005))
+    group = LoopGroup(endless(0.005))
     async with served(group) as client:
         kept = asyncio.create_task(tokens_of(client, "kept", 10**6))
         leaver = GroupClient(group.address)
@@ -191,7 +106,7 @@ async def test_closing_a_client_aborts_its_requests_and_no_other() -> None:
 
 
 async def test_a_client_that_falls_silent_has_its_requests_aborted() -> None:
-    group = Group(endless(0.005), client_silence_s=2.0)
+    group = LoopGroup(endless(0.005), client_silence_s=2.0)
     async with served(group) as client:
         crashed: zmq.Socket[bytes] = group.context.socket(zmq.DEALER)
         crashed.connect(group.address)
@@ -206,7 +121,7 @@ async def test_a_client_that_falls_silent_has_its_requests_aborted() -> None:
 
 
 async def test_a_shard_that_dies_fails_live_requests_and_health() -> None:
-    group = Group(endless(0.005))
+    group = LoopGroup(endless(0.005))
     async with served(group) as client:
         live = [asyncio.create_task(tokens_of(client, f"r{i}", 10**6)) for i in range(3)]
         await eventually(lambda: len(group.coordinator.live) == 3)
@@ -226,7 +141,7 @@ async def test_a_silent_shard_is_a_warning_until_the_limit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_loop, "SILENCE_WARNING_S", 0.5)
-    group = Group(endless(0.005), silence_s=2.0)
+    group = LoopGroup(endless(0.005), silence_s=2.0)
     async with served(group) as client:
         live = asyncio.create_task(tokens_of(client, "r", 10**6))
         await eventually(lambda: len(group.coordinator.live) == 1)
@@ -246,7 +161,7 @@ async def test_a_frozen_step_is_unhealthy_until_it_reports() -> None:
             may_go_on.wait(30)
         EchoShard().execute(step, report)
 
-    group = Group(freeze, stall_s=0.3)
+    group = LoopGroup(freeze, stall_s=0.3)
     async with served(group) as client:
         live = asyncio.create_task(tokens_of(client, "r", 3))
         await eventually(lambda: not client.healthy)
@@ -261,7 +176,7 @@ async def test_a_frozen_step_is_unhealthy_until_it_reports() -> None:
         await eventually(lambda: client.stats is not None and client.stats.step_age_s == 0)
 
 
-SYMPTOMS: dict[str, Callable[[Group], None]] = {
+SYMPTOMS: dict[str, Callable[[LoopGroup], None]] = {
     "peer": lambda group: group.shards[0].fail("collective_failed", "rank 1 has died"),
     "connection": lambda group: group.shards[1]._lifeline.shut(),
     "process": lambda group: group.loop.shard_lost(1, "it was killed by SIGKILL"),
@@ -270,7 +185,7 @@ SYMPTOMS: dict[str, Callable[[Group], None]] = {
 
 @pytest.mark.parametrize("order", list(itertools.permutations(SYMPTOMS)), ids="-".join)
 async def test_the_cause_is_told_and_not_the_first_symptom(order: tuple[str, ...]) -> None:
-    group = Group(endless(0.005))
+    group = LoopGroup(endless(0.005))
     async with served(group) as client:
         for name in order:
             SYMPTOMS[name](group)
@@ -282,7 +197,7 @@ async def test_the_cause_is_told_and_not_the_first_symptom(order: tuple[str, ...
 
 
 async def test_a_better_account_corrects_the_failure() -> None:
-    group = Group(endless(0.005))
+    group = LoopGroup(endless(0.005))
     async with served(group) as client:
         SYMPTOMS["connection"](group)
         assert "its connection was closed" in str(await asyncio.to_thread(group.loop.wait_failed, 5.0))
@@ -292,7 +207,7 @@ async def test_a_better_account_corrects_the_failure() -> None:
 
 async def test_streams_go_on_with_new_shards() -> None:
     """What recovery will do: somebody starts shards of the next epoch."""
-    group = Group(endless(0.005), max_restarts=1)
+    group = LoopGroup(endless(0.005), max_restarts=1)
     async with served(group) as client:
         received: list[int] = []
 
@@ -324,7 +239,7 @@ async def test_streams_go_on_with_new_shards() -> None:
 
 
 async def test_a_shard_that_reports_its_failure_is_named_with_the_cause() -> None:
-    holder: list[Group] = []
+    holder: list[LoopGroup] = []
 
     def fail_third(step: StepInput, report: Callable[[StepOutput], None]) -> None:
         if step.step == 3:
@@ -332,7 +247,7 @@ async def test_a_shard_that_reports_its_failure_is_named_with_the_cause() -> Non
         else:
             EchoShard().execute(step, report)
 
-    group = Group(fail_third)
+    group = LoopGroup(fail_third)
     holder.append(group)
     async with served(group) as client:
         with pytest.raises(UnavailableError, match=r"shard 0 .*failed: rank 1 left \[collective_failed\]"):
@@ -340,7 +255,7 @@ async def test_a_shard_that_reports_its_failure_is_named_with_the_cause() -> Non
 
 
 async def test_the_supervisor_can_report_a_dead_shard() -> None:
-    group = Group(endless(0.005))
+    group = LoopGroup(endless(0.005))
     async with served(group) as client:
         live = asyncio.create_task(tokens_of(client, "r", 10**6))
         await eventually(lambda: bool(group.coordinator.live))
@@ -350,13 +265,13 @@ async def test_the_supervisor_can_report_a_dead_shard() -> None:
 
 
 async def test_a_long_step_is_slow_and_not_dead() -> None:
-    async with served(Group(endless(0.6), silence_s=0.4)) as client:
+    async with served(LoopGroup(endless(0.6), silence_s=0.4)) as client:
         assert await tokens_of(client, "r", 2) == [0, 1]
         assert client.healthy
 
 
 async def test_a_fault_of_the_coordinator_fails_requests_as_internal() -> None:
-    group = Group()
+    group = LoopGroup()
 
     def break_down(output: StepOutput) -> None:
         raise ZeroDivisionError("a bug")
@@ -374,7 +289,7 @@ async def test_reports_that_answer_nothing_are_dropped_and_counted() -> None:
         for number in (step.step + 7, step.step, step.step):
             report(step_output(number, step.epoch, len(step.slot)))
 
-    group = Group(repeat)
+    group = LoopGroup(repeat)
     async with served(group) as client:
         assert await tokens_of(client, "r", 5) == [0, 1, 2, 3, 4]
         await eventually(lambda: client.stats is not None and client.stats.num_dropped_messages == 10)
@@ -382,7 +297,7 @@ async def test_reports_that_answer_nothing_are_dropped_and_counted() -> None:
 
 
 async def test_stopping_ends_live_requests_and_lets_the_shards_go() -> None:
-    group = Group(endless(0.005))
+    group = LoopGroup(endless(0.005))
     group.start()
     client = GroupClient(group.address)
     await client.connect()
@@ -422,7 +337,7 @@ async def test_an_address_without_a_coordinator_is_unavailable() -> None:
 
 
 async def test_the_idle_loop_sleeps() -> None:
-    async with served(Group()):
+    async with served(LoopGroup()):
         before_s = time.process_time()
         await asyncio.sleep(1.0)
         assert time.process_time() - before_s < 0.25

@@ -1,0 +1,60 @@
+"""Bytes that are no message of their call end it with INVALID_ARGUMENT.
+
+gRPC by itself answers INTERNAL, as if the server were at fault, before a handler is asked.
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from cluster.gateway.statuses import errors_as_status
+from kernels_integration.errors import InvalidRequestError
+
+
+class RefuseMalformed(aio.ServerInterceptor):  # type: ignore[misc]
+    """Decodes the requests of all unary calls and streams of answers; other kinds pass."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler: Any = await continuation(details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        call = details.method.rpartition("/")[2]
+        kind = "unary_stream" if handler.response_streaming else "unary_unary"
+        behaviour = _decoding(getattr(handler, kind), handler.request_deserializer, call)
+        return handler._replace(request_deserializer=None, **{kind: behaviour})
+
+
+def _decoding(behaviour: Any, decode: Callable[[bytes], Any], call: str) -> Any:
+    """The same handler, of the request's bytes."""
+
+    async def decoded(data: bytes, context: aio.ServicerContext) -> Any:
+        async with errors_as_status(context, call):
+            return _decoded(data, decode, call)
+
+    async def answer(data: bytes, context: aio.ServicerContext) -> Any:
+        return await behaviour(await decoded(data, context), context)
+
+    async def generate(data: bytes, context: aio.ServicerContext) -> AsyncIterator[Any]:
+        async for response in behaviour(await decoded(data, context), context):
+            yield response
+
+    return generate if inspect.isasyncgenfunction(behaviour) else answer
+
+
+def _decoded(data: bytes, decode: Callable[[bytes], Any], call: str) -> Any:
+    try:
+        return decode(data)
+    except DecodeError as error:
+        raise InvalidRequestError(
+            f"the {len(data)} bytes of the request are no message of {call}: {error}; check that client and "
+            "server use the same protocol",
+            field="message",
+        ) from error
