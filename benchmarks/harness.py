@@ -16,6 +16,7 @@ from actors.inline_group import InlineGroup
 from actors.requests import Request
 from actors.sampling_params import SamplingParams
 from cluster.config import EngineArgs, load_settings
+from cluster.config.resolve import resolve
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -48,7 +49,7 @@ def best_us(work: Callable[[], object], *, calls: int = 1, rounds: int = 7) -> f
 
 def config(**settings: Any) -> GroupConfig:
     """As the command line would resolve these settings; the environment and files play no part."""
-    return load_settings(EngineArgs, settings, environ={}).args.resolve()
+    return resolve(load_settings(EngineArgs, settings, environ={}).args)
 
 
 def inline_group(**settings: Any) -> InlineGroup:

@@ -12,6 +12,7 @@ from actors.sampling_params import SamplingParams
 from actors.stats import GroupStats
 from cluster.answering.engine import Engine, Executor, Progress, start_engine
 from cluster.config import EngineArgs, load_settings
+from cluster.config.resolve import resolve
 from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import OutputBuilder, RequestOutput
 from cluster.report.progress import progress_bar
@@ -43,7 +44,7 @@ class LLM:
         **settings: Any,
     ) -> None:
         args = load_settings(EngineArgs, {"model": model} | settings, config_file=config).args
-        self.group_config = args.resolve()
+        self.group_config = resolve(args)
         self.frontend = ModelFrontend.of_group(self.group_config)
         self._request_ids = map(str, itertools.count())
         self._engine: Engine | None = start_engine(

@@ -10,6 +10,7 @@ from cluster.bench.breakdown import step_breakdown
 from cluster.bench.measure import Measurement, Reference, measure_engine
 from cluster.bench.workload import Workload, text_workload
 from cluster.config import EngineArgs
+from cluster.config.resolve import resolve
 from cluster.frontend.front_end import ModelFrontend
 from cluster.report.trace import TraceFile
 
@@ -49,7 +50,7 @@ def run_bench(
     progress: Callable[[str], None],
 ) -> BenchResult:
     """Errors: ConfigError for settings that do not fit each other; those of launch_group."""
-    config = args.resolve()
+    config = resolve(args)
     frontend = ModelFrontend.of_group(config)
     workload = text_workload(
         frontend,
@@ -92,7 +93,7 @@ def _measure_group(
     progress: Callable[[str], None],
 ) -> tuple[list[Measurement], list[Breakdown]]:
     """Throughput of an untraced group, then the parts of a step of a traced one."""
-    config = replace(args.resolve(), trace=False)
+    config = replace(resolve(args), trace=False)
     measurements, breakdowns = [], []
     with closing(_engine(config, args, frontend, progress)) as engine:
         progress(f"measuring {config.num_speculative_tokens} drafts")

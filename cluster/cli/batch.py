@@ -11,6 +11,7 @@ import typer
 from cluster.cli.engine_flags import with_settings
 from cluster.cli.progress_line import ProgressLine
 from cluster.config import EngineArgs, Settings
+from cluster.config.resolve import resolve
 from cluster.errors import EXIT_PARTLY_FAILED
 from kernels_integration.errors import ConfigError
 
@@ -57,7 +58,7 @@ def batch(
 
     input_file = _only("--input", input_files, "join files by: cat FILES | latentray batch -i - ...")
     output_file = _only("--output", output_files, "copy the file afterwards")
-    config = settings.args.resolve()
+    config = resolve(settings.args)
     frontend = ModelFrontend.of_group(config)
     # Files first: a wrong path should not cost the start of an engine.
     with open_input(input_file) as lines, open_output(output_file, input_path=input_file) as output:

@@ -1,31 +1,39 @@
-"""Command-line flags out of the settings' one definition."""
+"""Command-line flags out of the settings' declarations."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import typer
 
 from cluster.config import EngineArgs, load_settings
-from cluster.config.sources import flag_name, setting_of
+from cluster.config.setting import Declared, declared
 
 _CONFIG_FLAG = Annotated[
     str | None,
     typer.Option(
-        "--config", metavar="FILE", help="YAML file of settings, one a line, such as tensor-parallel-size: 2."
+        "--config",
+        metavar="FILE",
+        help="YAML file of settings, one a line, such as tensor-parallel-size: 2 "
+        "[default: LATENTRAY_CONFIG, else none]",
+        show_default=False,
     ),
 ]
 
 
-def with_settings(cls: type[EngineArgs]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    cls: type[EngineArgs], *, only: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command whose parameter `settings` is a Settings[cls]: it gets a flag for each field.
 
+    only: the fields that the command looks at, where it does not look at all.
     Flags hold text: the settings parse all sources alike, so that each gives the same message.
     """
+    settings = {name: setting for name, setting in declared(cls).items() if not only or name in only}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**values: Any) -> None:
-            given = {field: values.pop(field) for field in cls.model_fields}
+            given = {name: values.pop(name) for name in settings}
             config_file = values.pop("config_file")
             command(settings=load_settings(cls, given, spelling="flag", config_file=config_file), **values)
 
@@ -33,12 +41,12 @@ def with_settings(cls: type[EngineArgs]) -> Callable[[Callable[..., None]], Call
         own = [p for p in signature.parameters.values() if p.name != "settings"]
         flags = [
             inspect.Parameter(
-                field,
+                name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[_flag_type(cls, field) | None, _option(cls, field)],
+                annotation=Annotated[(bool if setting.is_switch else str) | None, _option(setting)],
             )
-            for field in cls.model_fields
+            for name, setting in settings.items()
         ]
         config = inspect.Parameter(
             "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG_FLAG
@@ -51,27 +59,14 @@ def with_settings(cls: type[EngineArgs]) -> Callable[[Callable[..., None]], Call
     return decorate
 
 
-def _flag_type(cls: type[EngineArgs], field: str) -> type:
-    """bool: a switch, --NAME or --no-NAME without a value."""
-    return bool if cls.model_fields[field].annotation is bool else str
-
-
-def _option(cls: type[EngineArgs], field: str) -> Any:
-    setting, info = setting_of(cls, field), cls.model_fields[field]
-    if _flag_type(cls, field) is bool:
-        name, shown = flag_name(field), "on" if info.default else "off"
-        return typer.Option(
-            f"{name}/--no-{name.removeprefix('--')}",
-            help=f"{info.description} [default: {shown}]",
-            show_default=False,
-            rich_help_panel=setting.group,
-        )
-    names = [flag_name(field)] + ([setting.short] if setting.short else [])
-    default = setting.shown_default or info.default
+def _option(setting: Declared) -> Any:
+    names = [setting.flag] + ([setting.short] if setting.short else [])
+    if setting.is_switch:
+        names[0] += f"/--no-{setting.key}"
     return typer.Option(
         *names,
-        metavar=setting.metavar,
-        help=f"{info.description} [default: {default}]",
+        metavar=None if setting.is_switch else setting.metavar,
+        help=f"{setting.help} [default: {setting.default}]",
         show_default=False,
         rich_help_panel=setting.group,
     )

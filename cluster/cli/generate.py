@@ -16,7 +16,8 @@ from cluster.cli.progress_line import ProgressLine
 from cluster.cli.prompts import contents, parse_template_kwargs, read_texts
 from cluster.cli.sampling_flags import with_sampling_flags
 from cluster.config import EngineArgs, Settings
-from cluster.config.sources import flag_name
+from cluster.config.resolve import resolve
+from cluster.config.setting import flag_name
 from cluster.frontend.front_end import ModelFrontend
 from cluster.frontend.limits import with_fitting_length
 from kernels_integration.errors import ConfigError
@@ -72,7 +73,7 @@ def generate(
         _refuse_engine_flags(settings)
         frontend = frontend_of_server(server)
     else:
-        config = settings.args.resolve()
+        config = resolve(settings.args)
         frontend = ModelFrontend.of_group(config)
     defaults = dict(frontend.default_sampling_params) | {"max_tokens": None}
     params = SamplingParams(**defaults | sampling)

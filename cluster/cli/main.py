@@ -12,27 +12,28 @@ import typer
 
 from cluster import __version__
 from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status
+from cluster.cli.sections import SectionedCommand, SectionedGroup
 from cluster.config.sources import refuse_no_setting
 from cluster.errors import EXIT_INTERNAL, outcome
 from kernels_integration.errors import LatentrayError
 
 app = typer.Typer(
     name="latentray",
+    cls=SectionedGroup,
     help="Serve MLA models with sparse attention and multi-token prediction on a Ray cluster.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
-app.command("serve")(serve.serve)
-app.command("generate")(generate.generate)
-app.command("batch")(batch.batch)
-app.command("bench")(bench.bench)
-app.command("status")(status.status)
-app.command("inspect")(inspect.inspect)
-app.command("doctor")(doctor.doctor)
+app.command("demo", cls=SectionedCommand)(demo.demo)
+app.command("serve", cls=SectionedCommand)(serve.serve)
+app.command("generate", cls=SectionedCommand)(generate.generate)
+app.command("batch", cls=SectionedCommand)(batch.batch)
+app.command("bench", cls=SectionedCommand)(bench.bench)
+app.command("status", cls=SectionedCommand)(status.status)
+app.command("inspect", cls=SectionedCommand)(inspect.inspect)
+app.command("doctor", cls=SectionedCommand)(doctor.doctor)
 app.add_typer(config.app, name="config")
 
 

@@ -8,7 +8,7 @@ import typer
 
 from actors.parameter_kinds import Switch, Texts
 from actors.sampling_params import PARAMETERS, Parameter
-from cluster.config.sources import flag_name
+from cluster.config.setting import flag_name
 
 _PANEL = "Sampling (default: what the checkpoint recommends)"
 _FLAGS = {name: row for name, row in PARAMETERS.items() if row.flag}

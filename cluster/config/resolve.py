@@ -5,7 +5,9 @@ What depends on the checkpoint is read here, and what ties settings to each othe
 
 import os
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from actors.config import GroupConfig
 from actors.model.checkpoint_files import CheckpointFiles
@@ -20,8 +22,6 @@ DEFAULT_SPECULATIVE_TOKENS = 3
 DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
 # Beyond any machine: what a real one lacks is told by doctor, and by the shard that cannot allocate it.
 MAX_KV_CACHE_MEMORY_BYTES = 64 * 2**40
-MAX_BLOCK_SIZE = 65536
-MAX_NUM_SEQS = 65536
 
 
 def resolve(args: EngineArgs) -> GroupConfig:
@@ -30,8 +30,6 @@ def resolve(args: EngineArgs) -> GroupConfig:
     Reads config.json and the names of the tensors, no weights.
     Errors: CheckpointError for the checkpoint, ConfigError for a setting: value, rule, legal values, fix.
     """
-    _check_at_most("block-size", args.block_size, MAX_BLOCK_SIZE)
-    _check_at_most("max-num-seqs", args.max_num_seqs, MAX_NUM_SEQS)
     path = _absolute(args.model)
     model = _read_model_config(args.model, path)
     model.check_parallel(args.tensor_parallel_size, args.decode_context_parallel_size)
@@ -49,45 +47,28 @@ def resolve(args: EngineArgs) -> GroupConfig:
         model, num_speculative_tokens, kv_cache_dtype, indexer_kv_dtype
     )
     num_kv_blocks = _num_kv_blocks(args, bytes_per_block)
-    return GroupConfig(
-        model_path=str(path),
-        served_model_name=args.served_model_name or _default_name(args.model, path),
-        tensor_parallel_size=args.tensor_parallel_size,
-        decode_context_parallel_size=args.decode_context_parallel_size,
-        cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
-        enable_expert_parallel=args.enable_expert_parallel,
-        num_speculative_tokens=num_speculative_tokens,
-        dynamic_speculative_decoding=args.dynamic_speculative_decoding,
-        num_speculative_tokens_per_batch_size=_draft_table(args, num_speculative_tokens),
-        num_mtp_modules=max(model.num_drafting_layers(num_speculative_tokens), 1),
-        vocab_size=model.vocab_size,
-        max_model_len=_max_model_len(args, model, num_kv_blocks, bytes_per_block),
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        scheduling=args.scheduling,
-        scheduling_policy=args.scheduling_policy,
-        long_prefill_token_threshold=_long_prefill_token_threshold(args),
-        enable_prefix_caching=args.enable_prefix_caching,
-        prefix_caching_hash_algo=args.prefix_caching_hash_algo,
-        block_size=args.block_size,
-        num_kv_blocks=num_kv_blocks,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        indexer_kv_dtype=indexer_kv_dtype,
-        attention_backend="torch" if args.attention_backend == "auto" else args.attention_backend,
-        tokenizer_mode=args.tokenizer_mode,
-        chat_template=_chat_template(args),
-        generation_config=args.generation_config,
-        max_logprobs=args.max_logprobs,
-        rejection_sampling=args.rejection_sampling,
-        seed=args.seed,
-        heartbeat_timeout_s=args.heartbeat_timeout,
-        step_timeout_s=args.step_timeout,
-        check_plans=args.check_plans,
-        trace=args.trace is not None,
-        log_level=args.log_level,
-        log_dir=None if args.log_dir is None else os.path.abspath(args.log_dir),
-    )
+    derived: dict[str, Any] = {
+        "model_path": str(path),
+        "served_model_name": args.served_model_name or _default_name(args.model, path),
+        "num_speculative_tokens": num_speculative_tokens,
+        "num_speculative_tokens_per_batch_size": _draft_table(args, num_speculative_tokens),
+        "num_mtp_modules": max(model.num_drafting_layers(num_speculative_tokens), 1),
+        "vocab_size": model.vocab_size,
+        "max_model_len": _max_model_len(args, model, num_kv_blocks, bytes_per_block),
+        "long_prefill_token_threshold": _long_prefill_token_threshold(args),
+        "num_kv_blocks": num_kv_blocks,
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "indexer_kv_dtype": indexer_kv_dtype,
+        "attention_backend": "torch" if args.attention_backend == "auto" else args.attention_backend,
+        "chat_template": _chat_template(args),
+        "heartbeat_timeout_s": args.heartbeat_timeout,
+        "step_timeout_s": args.step_timeout,
+        "trace": args.trace is not None,
+        "log_dir": None if args.log_dir is None else os.path.abspath(args.log_dir),
+    }
+    same = {field.name for field in fields(GroupConfig)} & EngineArgs.model_fields.keys() - derived.keys()
+    return GroupConfig(**derived, **{name: getattr(args, name) for name in same})
 
 
 def kv_bytes_per_token(
@@ -158,11 +139,6 @@ def _chat_template(args: EngineArgs) -> str | None:
             f"chat-template {args.chat_template} is no file; it must be a file that holds a Jinja template"
         )
     return str(file)
-
-
-def _check_at_most(setting: str, value: int, limit: int) -> None:
-    if value > limit:
-        raise ConfigError(f"{setting} {value} is more than {limit}; use 1 to {limit}")
 
 
 def _check_interleave(args: EngineArgs) -> None:

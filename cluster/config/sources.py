@@ -10,10 +10,10 @@ from typing import Any, Generic, Literal, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from cluster.config.args import EngineArgs, ServeArgs, Setting
+from cluster.config.args import EngineArgs, ServeArgs
+from cluster.config.setting import PREFIX, declared, flag_name
 from kernels_integration.errors import ConfigError, shown
 
-PREFIX = "LATENTRAY_"
 OTHER_VARIABLES = frozenset({"LATENTRAY_CONFIG", "LATENTRAY_SERVER"})
 """Variables that are no setting of the engine: the config file, and the server that clients ask."""
 
@@ -48,19 +48,10 @@ class _Layer:
         return f"{self.origin} {self.names[field]}"
 
 
-def flag_name(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
 def refuse_no_setting(field: str) -> None:
     """Errors: ConfigError that explains one of NOT_SETTINGS."""
     if field in NOT_SETTINGS:
         raise ConfigError(NOT_SETTINGS[field])
-
-
-def setting_of(cls: type[EngineArgs], field: str) -> Setting:
-    """What the field's annotation says beyond pydantic."""
-    return next(item for item in cls.model_fields[field].metadata if isinstance(item, Setting))
 
 
 def nearest(word: str, words: object) -> str:
@@ -116,7 +107,7 @@ def _given_layer(cls: type[EngineArgs], given: Mapping[str, Any], spelling: Spel
 
 
 def _environment_layer(environ: Mapping[str, str]) -> _Layer:
-    legal = {PREFIX + field.upper(): field for field in ServeArgs.model_fields}
+    legal = {setting.variable: name for name, setting in declared(ServeArgs).items()}
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in environ.items():
@@ -157,7 +148,7 @@ def _file_layer(path: Path) -> _Layer:
         field = str(key).replace("-", "_")
         if field not in ServeArgs.model_fields:
             refuse_no_setting(field)
-            legal = [name.replace("_", "-") for name in ServeArgs.model_fields]
+            legal = [setting.key for setting in declared(ServeArgs).values()]
             raise ConfigError(
                 f"config file {path}: unknown setting {key}{nearest(field.replace('_', '-'), legal)} "
                 f"(legal settings: {', '.join(legal)})"
@@ -199,4 +190,4 @@ def _with_one_speculative_spelling(layer: _Layer) -> _Layer:
 
 def _illegal(cls: type[EngineArgs], layer: _Layer, field: str, value: object) -> ConfigError:
     name = layer.names[field] if layer.origin in ("flag", "keyword") else layer.where(field)
-    return ConfigError(f"{name} is {shown(value)}; it must be {setting_of(cls, field).rule}")
+    return ConfigError(f"{name} is {shown(value)}; it must be {declared(cls)[field].rule}")

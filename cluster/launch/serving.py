@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from actors.config import GroupConfig
 from cluster.config import ServeArgs
+from cluster.config.resolve import resolve
 from cluster.launch.group import GroupHandle, launch_group
 from cluster.report.trace import TraceFile
 from kernels_integration.errors import LatentrayError, UnavailableError
@@ -94,7 +95,7 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     progress: called with what is waited for, about once a second.
     Errors: ConfigError, CheckpointError, ClusterTooSmallError, UnavailableError. Nothing is left behind.
     """
-    config = args.resolve()
+    config = resolve(args)
     if args.metrics_port:
         require_free(args.host, args.metrics_port)
     require_free(args.host, args.port)  # told in the first second, not after the model has loaded

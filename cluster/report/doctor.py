@@ -14,6 +14,7 @@ from typing import Literal
 
 from actors.config import GroupConfig
 from cluster.config import ServeArgs
+from cluster.config.resolve import resolve
 from cluster.config.sizes import format_size
 from cluster.report.kv_report import group_kv_bytes_per_token
 from kernels_integration.errors import LatentrayError
@@ -111,7 +112,7 @@ def _torch() -> Check:
 
 
 def _checkpoint(args: ServeArgs) -> Check:
-    config = args.resolve()
+    config = resolve(args)
     num_parameters = _num_parameters(config)
     return Check(
         name="checkpoint",
@@ -141,7 +142,7 @@ def _backend(args: ServeArgs) -> Check:
 def _tokenizer(args: ServeArgs) -> Check:
     from cluster.frontend.front_end import ModelFrontend
 
-    config = args.resolve()
+    config = resolve(args)
     frontend = ModelFrontend.of_group(config)
     if not frontend.tokenizer.renders_chats:
         return Check(
@@ -153,7 +154,7 @@ def _tokenizer(args: ServeArgs) -> Check:
 
 
 def _memory(args: ServeArgs) -> Check:
-    config = args.resolve()
+    config = resolve(args)
     weights = _num_parameters(config) * _ITEM_SIZES[config.dtype]
     cache = (
         config.tensor_parallel_size

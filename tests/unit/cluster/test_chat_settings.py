@@ -8,6 +8,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.config import BUNDLED_CHECKPOINT, EngineArgs, load_settings
+from cluster.config.resolve import resolve
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.bodies import parse_body
 from kernels_integration.errors import ConfigError, InvalidRequestError
@@ -17,8 +18,8 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 TEMPLATE = "{{ messages[0].content }}{{ '<think>' if thinking else '</think>' }}"
 
 
-def resolve(**settings: Any) -> Any:
-    return load_settings(EngineArgs, settings, environ={}).args.resolve()
+def resolved(**settings: Any) -> Any:
+    return resolve(load_settings(EngineArgs, settings, environ={}).args)
 
 
 @pytest.fixture
@@ -29,17 +30,17 @@ def template(tmp_path: Path) -> Path:
 
 
 def test_a_group_knows_them(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve()
+    config = resolved()
     assert (config.tokenizer_mode, config.chat_template, config.generation_config) == ("auto", None, "auto")
     monkeypatch.chdir(template.parent)
-    config = resolve(chat_template=template.name, generation_config="vllm")
+    config = resolved(chat_template=template.name, generation_config="vllm")
     assert config.chat_template == str(template)  # actors run elsewhere
     frontend = ModelFrontend.of_group(config)
     assert frontend.default_sampling_params == {}
     assert frontend.tokenizer.render_chat(MESSAGES) == "Hi</think>"
-    deepseek = ModelFrontend.of_group(resolve(tokenizer_mode="deepseek_v32"))
+    deepseek = ModelFrontend.of_group(resolved(tokenizer_mode="deepseek_v32"))
     assert deepseek.tokenizer.render_chat(MESSAGES).startswith("<｜begin▁of▁sentence｜><｜User｜>Hi")
-    assert ModelFrontend.of_group(resolve(max_logprobs=3)).max_logprobs == 3
+    assert ModelFrontend.of_group(resolved(max_logprobs=3)).max_logprobs == 3
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_a_group_knows_them(template: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_what_cannot_work_is_said(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve(**settings)
+        resolved(**settings)
 
 
 def test_bodies_switch_thinking(template: Path) -> None:
@@ -75,7 +76,7 @@ def test_bodies_switch_thinking(template: Path) -> None:
 
 def test_a_body_wins_over_the_checkpoint_and_vllm_leaves_it_alone() -> None:
     for mode, expected in (("auto", (0.7, 0.9)), ("vllm", (1.0, 1.0))):
-        frontend = ModelFrontend.of_group(resolve(generation_config=mode))
+        frontend = ModelFrontend.of_group(resolved(generation_config=mode))
         params = parse_body(CHAT, {"messages": MESSAGES}).to_request("r", frontend).params
         assert (params.temperature, params.top_p) == expected
         params = parse_body(CHAT, {"messages": MESSAGES, "temperature": 0.1}).to_request("r", frontend).params

@@ -13,7 +13,7 @@ from cluster.cli import main
 from cluster.cli.answer_printer import AnswerPrinter
 from cluster.cli.progress_line import ProgressLine
 from cluster.config import EngineArgs, ServeArgs
-from cluster.config.sources import flag_name, setting_of
+from cluster.config.setting import declared
 from cluster.report import doctor
 
 ROOT = Path(doctor.__file__).parents[2]
@@ -36,16 +36,18 @@ def test_every_setting_is_a_flag_with_its_help(capsys: pytest.CaptureFixture[str
     for command, cls in (("serve", ServeArgs), ("generate", EngineArgs), ("batch", EngineArgs)):
         assert run(command, "--help") == 0
         text = " ".join(capsys.readouterr().out.split())
-        for field, info in cls.model_fields.items():
-            assert flag_name(field) in text
-            assert " ".join((info.description or "").split()) in text
+        for setting in declared(cls).values():
+            assert setting.flag in text
+            assert " ".join(setting.help.split()) in text
     for short in ("-tp", "-dcp", "-sc"):
         assert f"{short}," in text
 
 
 def test_every_setting_has_a_rule() -> None:
-    for field in ServeArgs.model_fields:
-        assert setting_of(ServeArgs, field).rule
+    for setting in declared(ServeArgs).values():
+        assert setting.rule
+        assert setting.default
+        assert setting.group
 
 
 def show(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:

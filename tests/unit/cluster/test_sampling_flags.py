@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from actors.sampling_params import PARAMETERS, SamplingParams
 from cluster.cli.sampling_flags import with_sampling_flags
-from cluster.config.sources import flag_name
+from cluster.config.setting import flag_name
 
 # What a user writes for each parameter that has a flag, and what it means.
 WRITTEN = {

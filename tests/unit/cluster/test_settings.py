@@ -77,8 +77,8 @@ def test_two_spellings_in_one_source_must_agree() -> None:
     [
         ("tensor_parallel_size", "two", "a whole number >= 1"),
         ("tensor_parallel_size", "0", "a whole number >= 1"),
-        ("block_size", True, "a whole number >= 1"),
-        ("block_size", 16.0, "a whole number >= 1"),
+        ("block_size", True, "a whole number from 1 to 65536"),
+        ("block_size", 16.0, "a whole number from 1 to 65536"),
         ("num_speculative_tokens", "9", "from 0 to 8"),
         ("num_speculative_tokens", "-1", "from 0 to 8"),
         ("speculative_config", "{", "JSON such as"),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.config import EngineArgs, load_settings
+from cluster.config.resolve import resolve
 from kernels_integration.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ CONFIG = f'{{"method":"mtp","num_speculative_tokens":3,"num_speculative_tokens_p
     ],
 )
 def test_a_table_in_either_spelling(given: dict[str, Any]) -> None:
-    group = load(given).resolve()
+    group = resolve(load(given))
     assert (group.num_speculative_tokens, group.num_speculative_tokens_per_batch_size) == (3, ROWS)
 
 
@@ -45,10 +46,10 @@ def test_a_bad_table_is_told(table: str) -> None:
 def test_a_table_above_the_ceiling_is_told() -> None:
     given = {"num_speculative_tokens_per_batch_size": "[[1,8,3]]", "num_speculative_tokens": "2"}
     with pytest.raises(ConfigError, match=r"gives 1 to 8 requests 3 drafts.*allows 2"):
-        load(given).resolve()
+        resolve(load(given))
 
 
 def test_dynamic_speculation_and_trace_reach_the_group() -> None:
-    group = load({"trace": "t.json", "dynamic_speculative_decoding": "true"}).resolve()
+    group = resolve(load({"trace": "t.json", "dynamic_speculative_decoding": "true"}))
     assert (group.dynamic_speculative_decoding, group.trace) == (True, True)
-    assert not load({}).resolve().trace
+    assert not resolve(load({})).trace

@@ -10,6 +10,7 @@ from actors.model.checkpoint import Checkpoint
 from actors.model.config import ModelConfig
 from actors.model.tensors import main_tensor_shapes
 from cluster.config import EngineArgs
+from cluster.config.resolve import resolve
 from kernels_integration.errors import CheckpointError
 from tests.support.random_checkpoint import write_random_checkpoint
 
@@ -46,8 +47,8 @@ def test_a_shard_that_the_index_names_and_nobody_downloaded_is_named(path):
     (path / INDEX).write_text(json.dumps({"weight_map": files}))
     for drafts in (None, 1, 3):
         with pytest.raises(CheckpointError, match=r"lacks files that .* names: model-00002-of-00002\.saf"):
-            EngineArgs(model=str(path), num_speculative_tokens=drafts).resolve()
-    assert EngineArgs(model=str(path), num_speculative_tokens=0).resolve().num_speculative_tokens == 0
+            resolve(EngineArgs(model=str(path), num_speculative_tokens=drafts))
+    assert resolve(EngineArgs(model=str(path), num_speculative_tokens=0)).num_speculative_tokens == 0
 
 
 def test_what_macos_leaves_beside_a_file_is_not_read(path):

@@ -8,13 +8,14 @@ import pytest
 from actors.config import GroupConfig
 from actors.shard import build
 from cluster.config import EngineArgs, load_settings
+from cluster.config.resolve import resolve
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.errors import ConfigError
 from kernels_integration.kv_cache import KVCache
 
 
 def tiny_group(**settings: Any) -> GroupConfig:
-    return load_settings(EngineArgs, {"num_kv_blocks": 4} | settings, environ={}).args.resolve()
+    return resolve(load_settings(EngineArgs, {"num_kv_blocks": 4} | settings, environ={}).args)
 
 
 def build_alone(config: GroupConfig) -> None:
