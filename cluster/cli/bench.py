@@ -59,8 +59,8 @@ def bench(
                 "transformers" if m.num_drafts is None else f"{m.num_drafts} drafts",
                 f"{m.ttft_s * 1e3:.0f} ms",
                 f"{m.tokens_per_s:.0f}",
-                None if (ratio := result.ratio(m)) is None else f"{ratio:.2f} x",
-                None if m.tokens_per_verify is None else f"{m.tokens_per_verify:.2f}",
+                "" if (ratio := result.ratio(m)) is None else f"{ratio:.2f} x",
+                "" if m.tokens_per_verify is None else f"{m.tokens_per_verify:.2f}",
             )
             for m in result.measurements
         ],

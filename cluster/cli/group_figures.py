@@ -31,14 +31,14 @@ def figures(now: GroupStats, before: GroupStats | None = None) -> Figures:
             f"{now.num_generated_tokens - start.num_generated_tokens} generated",
         ),
         ("prefix cache", f"{hits} of {queries} tokens found ({_percent(hits, queries)})"),
-        ("tokens per verify", f"{1 + sum(accepted) / num_verifies:.2f}" if num_verifies else "-"),
+        ("tokens per verify", f"{1 + sum(accepted) / num_verifies:.2f}" if num_verifies else "none yet"),
         (
             "drafts accepted",
             ", ".join(_percent(a, p) for a, p in zip(accepted, proposed, strict=True)) or "none proposed",
         ),
         (
             "drafts now",
-            ", ".join(f"{number} x {k}" for k, number in enumerate(now.last_k) if number) or "-",
+            ", ".join(f"{number} x {k}" for k, number in enumerate(now.last_k) if number) or "none yet",
         ),
         (
             "step, mean",
@@ -60,8 +60,8 @@ def _minus(now: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def _percent(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else "-"
+    return f"{part / whole:.0%}" if whole else "none yet"
 
 
 def _ms(seconds: float, number: int) -> str:
-    return f"{seconds / number * 1e3:.2f} ms" if number else "-"
+    return f"{seconds / number * 1e3:.2f} ms" if number else "none yet"

@@ -13,8 +13,8 @@ import typer
 from cluster import __version__
 from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status
 from cluster.cli.sections import SectionedCommand, SectionedGroup
-from cluster.config.sources import refuse_no_setting
-from cluster.errors import EXIT_INTERNAL, outcome
+from cluster.config.other_engines import refuse_foreign
+from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, outcome
 from kernels_integration.errors import LatentrayError
 
 app = typer.Typer(
@@ -60,21 +60,25 @@ def _version() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit.
-
-    Codes: 0 ok, 2 usage, 3 partly failed, 4 unavailable, 5 internal, 130 interrupted.
-    """
+    """Run one command and exit with one of cluster.errors.EXIT_CODES."""
     try:
-        for argument in sys.argv[1:] if argv is None else argv:
-            if argument.startswith("--"):
-                refuse_no_setting(argument[2:].partition("=")[0].replace("-", "_"))
+        _refuse_foreign_flags(sys.argv[1:] if argv is None else argv)
         app(args=argv, prog_name="latentray")
     except LatentrayError as error:
         print(f"latentray: {error}", file=sys.stderr)
         sys.exit(outcome(error).exit_code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(EXIT_INTERRUPTED)
     except Exception:
         traceback.print_exc()
         print("latentray: internal error; please report it with the lines above", file=sys.stderr)
         sys.exit(EXIT_INTERNAL)
+
+
+def _refuse_foreign_flags(argv: Sequence[str]) -> None:
+    """Errors: ConfigError for a flag that another engine has."""
+    for argument in argv:
+        if argument == "--":
+            return
+        if argument.startswith("--"):
+            refuse_foreign(argument[2:].partition("=")[0].replace("-", "_"))

@@ -1,8 +1,10 @@
 """What is waited for, on stderr: one line that is rewritten at a terminal, a few lines in a log."""
 
 import re
+import shutil
 import sys
 import time
+import unicodedata
 from typing import TextIO
 
 _CHANGING = re.compile(r"(: [^:]+ of [^:]+)? \(\d+ s\)")
@@ -25,7 +27,8 @@ class ProgressLine:
 
     def __call__(self, message: str) -> None:
         if self._is_terminal:
-            self._stream.write(f"\r\x1b[K[{self.elapsed_s:5.1f} s] {message}")
+            width = shutil.get_terminal_size().columns - 1  # a full line would wrap, and then stay
+            self._stream.write(f"\r\x1b[K{_cut(f'[{self.elapsed_s:5.1f} s] {message}', width)}")
             self._stream.flush()
             return
         text, now_s = _CHANGING.sub("", message), time.monotonic()
@@ -38,3 +41,13 @@ class ProgressLine:
         if self._is_terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
+
+
+def _cut(text: str, width: int) -> str:
+    """The beginning of a text, in one line of so many columns; wide characters take two."""
+    columns = 0
+    for position, character in enumerate(text := " ".join(text.splitlines())):
+        columns += 1 + (unicodedata.east_asian_width(character) in "WF")
+        if columns > width:
+            return text[:position]
+    return text

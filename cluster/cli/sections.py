@@ -9,9 +9,20 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
+from kernels_integration.errors import ConfigError, shown
+
 
 class SectionedCommand(TyperCommand):
     """Its options are listed by rich_help_panel, those without one first; arguments before them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Errors: ConfigError for an argument too many, which is mostly a model."""
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if ctx.args and not ctx.resilient_parsing:
+            hint = f"; a model is given as --model {ctx.args[0]}" if "model" in ctx.params else ""
+            raise ConfigError(f"{self.name} takes no argument {shown(ctx.args[0])}{hint}")
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}

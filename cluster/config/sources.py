@@ -1,6 +1,7 @@
 """Where settings come from: defaults < file < environment < flags (or keywords)."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,17 +12,15 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config.args import EngineArgs, ServeArgs
+from cluster.config.other_engines import refuse_foreign
 from cluster.config.setting import PREFIX, declared, flag_name
 from kernels_integration.errors import ConfigError, shown
 
-OTHER_VARIABLES = frozenset({"LATENTRAY_CONFIG", "LATENTRAY_SERVER"})
-"""Variables that are no setting of the engine: the config file, and the server that clients ask."""
-
-NOT_SETTINGS = {
-    "trust_remote_code": "there is no trust_remote_code: nothing in a checkpoint is executed. Models are "
-    "built in, weights are read from safetensors alone, and auto_map in config.json is ignored; leave it out",
+OTHER_VARIABLES = {
+    "LATENTRAY_CONFIG": "the YAML file of settings that is read where --config is not given",
+    "LATENTRAY_SERVER": "the server (HOST:PORT) that `status` and `generate` ask where --server is not given",
 }
-"""Names that other engines know, and why they have no place here."""
+"""Variables that are no settings of an engine, and what they mean."""
 
 Args = TypeVar("Args", bound=EngineArgs)
 Args_co = TypeVar("Args_co", bound=EngineArgs, covariant=True)
@@ -46,12 +45,6 @@ class _Layer:
 
     def where(self, field: str) -> str:
         return f"{self.origin} {self.names[field]}"
-
-
-def refuse_no_setting(field: str) -> None:
-    """Errors: ConfigError that explains one of NOT_SETTINGS."""
-    if field in NOT_SETTINGS:
-        raise ConfigError(NOT_SETTINGS[field])
 
 
 def nearest(word: str, words: object) -> str:
@@ -96,7 +89,7 @@ def load_settings(
 def _given_layer(cls: type[EngineArgs], given: Mapping[str, Any], spelling: Spelling) -> _Layer:
     """Flags that were not set are None; a keyword of None means the default as well."""
     for name in given.keys() - cls.model_fields.keys():
-        refuse_no_setting(name)
+        refuse_foreign(name)
         raise ConfigError(
             f"unknown keyword {name}{nearest(name, cls.model_fields)} "
             f"(legal keywords: {', '.join(cls.model_fields)})"
@@ -114,7 +107,7 @@ def _environment_layer(environ: Mapping[str, str]) -> _Layer:
         if not name.startswith(PREFIX) or name in OTHER_VARIABLES:
             continue
         if name not in legal:
-            refuse_no_setting(name.removeprefix(PREFIX).lower())
+            refuse_foreign(name.removeprefix(PREFIX).lower())
             raise ConfigError(
                 f"unknown environment variable {name}{nearest(name, legal)} "
                 f"(unset it, or use {PREFIX} and the name of a flag)"
@@ -147,7 +140,7 @@ def _file_layer(path: Path) -> _Layer:
     for key, value in content.items():
         field = str(key).replace("-", "_")
         if field not in ServeArgs.model_fields:
-            refuse_no_setting(field)
+            refuse_foreign(field)
             legal = [setting.key for setting in declared(ServeArgs).values()]
             raise ConfigError(
                 f"config file {path}: unknown setting {key}{nearest(field.replace('_', '-'), legal)} "
@@ -190,4 +183,14 @@ def _with_one_speculative_spelling(layer: _Layer) -> _Layer:
 
 def _illegal(cls: type[EngineArgs], layer: _Layer, field: str, value: object) -> ConfigError:
     name = layer.names[field] if layer.origin in ("flag", "keyword") else layer.where(field)
-    return ConfigError(f"{name} is {shown(value)}; it must be {declared(cls)[field].rule}")
+    rule = declared(cls)[field].rule
+    return ConfigError(f"{name} is {shown(value)}; it must be {rule}{_written_out(value, rule)}")
+
+
+def _written_out(value: object, rule: str) -> str:
+    """A hint for 32k, which other engines take for 32000 or 32768."""
+    match = re.fullmatch(r"(\d{1,9})([kKmM])", str(value))
+    if match is None or not rule.startswith("a whole number"):
+        return ""
+    number, power = int(match[1]), "KM".index(match[2].upper()) + 1
+    return f": write {number * 1000**power} or {number * 1024**power}"

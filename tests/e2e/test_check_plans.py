@@ -9,6 +9,7 @@ from actors.inline_group import InlineGroup
 from actors.requests import Request, RequestUpdate
 from actors.sampling_params import SamplingParams
 from cluster.config import EngineArgs
+from cluster.config.resolve import resolve
 from kernels_integration.errors import PlanError
 from kernels_integration.reference import selection
 
@@ -16,7 +17,7 @@ PROMPT = tuple(range(100, 340))
 
 
 def stream(**settings) -> tuple[int, ...]:
-    group = InlineGroup(EngineArgs(kv_cache_memory_bytes=2**24, **settings).resolve())
+    group = InlineGroup(resolve(EngineArgs(kv_cache_memory_bytes=2**24, **settings)))
     try:
         params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         for name in ("a", "b"):

@@ -2,19 +2,25 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster import __version__
+from actors.sampling_params import PARAMETERS
+from cluster import __version__, errors
 from cluster.cli import main
 from cluster.cli.answer_printer import AnswerPrinter
 from cluster.cli.progress_line import ProgressLine
-from cluster.config import EngineArgs, ServeArgs
-from cluster.config.setting import declared
+from cluster.cli.tables import in_words
+from cluster.config import EngineArgs, ServeArgs, load_settings
+from cluster.config.other_engines import OTHER_ENGINES
+from cluster.config.reference import settings_page
+from cluster.config.setting import declared, flag_name
 from cluster.report import doctor
+from kernels_integration.errors import ConfigError
 
 ROOT = Path(doctor.__file__).parents[2]
 
@@ -94,6 +100,20 @@ def test_config_show_is_a_table_for_people(capsys: pytest.CaptureFixture[str]) -
     assert any(line.split()[:2] == ["tensor_parallel_size", "2"] for line in lines)
 
 
+def test_no_python_is_shown_to_people(capsys: pytest.CaptureFixture[str]) -> None:
+    table = "[[1,8,3],[9,64,1]]"
+    for flags in ((), ("--num-speculative-tokens-per-batch-size", table)):
+        assert run("config", "show", *flags) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        for words in rows:
+            assert not {"-", "None", "True", "False", "()"} & set(words)
+            assert not any(word.startswith("(") for word in words)
+    assert "[[1, 8, 3], [9, 64, 1]]" in " ".join(" ".join(words) for words in rows)
+    assert [in_words(v) for v in (None, (), [], True, (1, 2), ["a"], 0)] == [
+        *("none", "none", "none", "true", "1, 2", "a", "0")
+    ]
+
+
 def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "schema") == 0
     assert "tensor_parallel_size" in json.loads(capsys.readouterr().out)["properties"]
@@ -104,6 +124,14 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["serve", "--tensor-paralel-size", "2"], "--tensor-parallel-size"),
         (["servee"], "serve"),
+        (["serve", "./m"], "serve takes no argument './m'; a model is given as --model ./m"),
+        (["status", "x"], "status takes no argument 'x'"),
+        (["serve", "--tp", "2"], "there is no tp: use --tensor-parallel-size or -tp"),
+        (["serve", "--gpu-memory-utilization=0.9"], "use --kv-cache-memory-bytes, which takes a size"),
+        (["serve", "--api-key", "x"], "there is no api_key"),
+        (["serve", "--data-parallel-size", "2"], "start several, and a router"),
+        (["serve", "--max-model-len", "32k"], "--max-model-len is '32k'; it must be a whole number >= 1: "),
+        (["serve", "--max-model-len", "32k"], "write 32000 or 32768"),
         (["batch", "-i", "x"], "--output"),
         (["config", "show", "-tp", "4", "-dcp", "3"], "use 1, 2 or 4"),
         (["config", "show", "-tp", "x"], "--tensor-parallel-size is 'x'; it must be a whole number >= 1"),
@@ -243,3 +271,63 @@ def test_progress_is_one_line_at_a_terminal_and_few_in_a_log() -> None:
     assert "\n" not in terminal.getvalue()
     assert terminal.getvalue().count("\r") == 6
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_progress_is_cut_to_the_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal()
+    ProgressLine(terminal)("waiting for 漢字漢字漢字漢字漢字\n" * 9)
+    [shown] = terminal.getvalue().split("\r\x1b[K")[1:]
+    assert "\n" not in shown
+    wide = sum(character in "漢字" for character in shown)
+    assert columns - 3 <= len(shown) + wide < columns
+
+
+def test_help_stands_in_sections_and_summaries_are_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("serve", "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    groups = list(dict.fromkeys(setting.group for setting in declared(ServeArgs).values()))
+    assert [line for line in lines if line.endswith(":") and not line.startswith(" ")] == [
+        "Options:",
+        *(f"{group}:" for group in groups),
+    ]
+    assert run("--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "..." not in text.replace("[ARGS]...", "")
+    assert "Start a small local server, stream two answers over gRPC, print what they cost, stop." in text
+    assert "--install-completion" in text
+
+
+def test_names_of_other_engines_are_explained_by_flags_that_exist() -> None:
+    flags = {setting.flag for setting in declared(ServeArgs).values()}
+    switches = {f"--no-{setting.key}" for setting in declared(ServeArgs).values() if setting.is_switch}
+    for name, words in OTHER_ENGINES.items():
+        assert flag_name(name) not in flags
+        assert name not in PARAMETERS
+        assert set(re.findall(r"--[a-z-]+", words)) <= flags | switches | {"--executor"}
+
+
+@pytest.mark.parametrize("name", ["tp", "trust_remote_code"])
+def test_names_of_other_engines_are_explained_in_every_source(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{name.replace('_', '-')}: 2\n")
+    for source in (
+        {"given": {name: 2}, "environ": {}},
+        {"config_file": file, "environ": {}},
+        {"environ": {f"LATENTRAY_{name.upper()}": "2"}},
+    ):
+        with pytest.raises(ConfigError, match=f"there is no {name}: "):
+            load_settings(EngineArgs, **source)
+
+
+def test_the_page_on_settings_is_written_from_their_declarations() -> None:
+    written = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert written == settings_page(), "run: python -m cluster.config.reference > docs/settings.md"
+    codes = [code for name, code in vars(errors).items() if name.startswith("EXIT_") and name != "EXIT_CODES"]
+    assert codes == list(errors.EXIT_CODES)
+    for setting in declared(ServeArgs).values():
+        assert f"`{setting.variable}`" in written

@@ -48,7 +48,7 @@ def test_of_the_whole_life() -> None:
 def test_of_the_time_since_a_snapshot() -> None:
     shown = dict(figures(NOW, EARLIER))
     assert shown["tokens"] == "0 prompt, 30 generated"
-    assert shown["drafts accepted"] == "50%, -, -"
+    assert shown["drafts accepted"] == "50%, none yet, none yet"
     assert shown["tokens per verify"] == "1.25"
     assert shown["step, mean"].startswith("20.00 ms")
     assert shown["request, mean"] == "queued 250.00 ms, prefill 50.00 ms, decode 2000.00 ms"
@@ -57,4 +57,4 @@ def test_of_the_time_since_a_snapshot() -> None:
 def test_a_restarted_or_idle_group() -> None:
     assert figures(EARLIER, NOW) == figures(EARLIER)
     shown = dict(figures(GroupStats()))
-    assert (shown["tokens per verify"], shown["step, mean"].split(" (")[0]) == ("-", "-")
+    assert (shown["tokens per verify"], shown["step, mean"].split(" (")[0]) == ("none yet", "none yet")

@@ -1,0 +1,77 @@
+"""Names that people bring from other engines, and what stands for them here."""
+
+from kernels_integration.errors import ConfigError
+
+_TP = "use --tensor-parallel-size or -tp"
+_DCP = "use --decode-context-parallel-size or -dcp"
+_EP = "use --enable-expert-parallel; experts are spread over the -tp shards"
+_MODEL = "use --model, the directory of a checkpoint"
+_LENGTH = "use --max-model-len"
+_REQUESTS = "use --max-num-seqs"
+_ROWS = "use --max-num-batched-tokens, which bounds the chunks of prompts"
+_MEMORY = "use --kv-cache-memory-bytes, which takes a size such as 2G, not a share"
+_DRAFTS = "use --num-speculative-tokens"
+_GROUPS = "a server has one group; start several, and a router such as SMG before them"
+_LAYERS = "layers are not spread over stages; spread each one by --tensor-parallel-size"
+_DOWNLOAD = "nothing is downloaded; download the model first and pass its directory as --model"
+_PARSER = "the server streams token ids; the router before it parses them"
+
+OTHER_ENGINES = {
+    "tp": _TP,
+    "tp_size": _TP,
+    "tensor_parallel": _TP,
+    "dcp": _DCP,
+    "dcp_size": _DCP,
+    "ep": _EP,
+    "ep_size": _EP,
+    "dp": _GROUPS,
+    "dp_size": _GROUPS,
+    "data_parallel_size": _GROUPS,
+    "pp": _LAYERS,
+    "pp_size": _LAYERS,
+    "pipeline_parallel_size": _LAYERS,
+    "model_path": _MODEL,
+    "tokenizer": _MODEL,
+    "tokenizer_path": _MODEL,
+    "context_length": _LENGTH,
+    "max_seq_len": _LENGTH,
+    "max_running_requests": _REQUESTS,
+    "max_batch_size": _REQUESTS,
+    "chunked_prefill_size": _ROWS,
+    "enable_chunked_prefill": _ROWS,
+    "max_prefill_tokens": _ROWS,
+    "max_num_tokens": _ROWS,
+    "page_size": "use --block-size",
+    "num_gpu_blocks_override": "use --num-kv-blocks",
+    "max_total_tokens": "use --num-kv-blocks, times --block-size",
+    "gpu_memory_utilization": _MEMORY,
+    "mem_fraction_static": _MEMORY,
+    "speculative_num_steps": _DRAFTS,
+    "speculative_num_draft_tokens": _DRAFTS,
+    "disable_radix_cache": "use --no-enable-prefix-caching",
+    "async_scheduling": "use --scheduling deferred",
+    "schedule_policy": "use --scheduling-policy",
+    "random_seed": "use --seed",
+    "enable_metrics": "use --metrics-port",
+    "trust_remote_code": "nothing in a checkpoint is executed. Models are built in, weights are read from "
+    "safetensors alone, and auto_map in config.json is ignored; leave it out",
+    "api_key": "the server asks for no key; let it listen on a private address, behind a proxy that does",
+    "quantization": "it is read from the checkpoint; leave it out",
+    "load_format": "weights are safetensors; leave it out",
+    "download_dir": _DOWNLOAD,
+    "revision": _DOWNLOAD,
+    "hf_token": _DOWNLOAD,
+    "tool_call_parser": _PARSER,
+    "enable_auto_tool_choice": _PARSER,
+    "reasoning_parser": _PARSER,
+    "swap_space": "preempted requests are computed again, nothing is swapped; leave it out",
+    "cpu_offload_gb": "weights stay where they compute; spread them by --tensor-parallel-size",
+    "distributed_executor_backend": "groups run on Ray; generate and batch also take --executor inline",
+}
+"""Name with underscores -> what to do. None of them is a setting or a flag here."""
+
+
+def refuse_foreign(name: str) -> None:
+    """Errors: ConfigError that says what to do instead of a name of another engine."""
+    if name in OTHER_ENGINES:
+        raise ConfigError(f"there is no {name}: {OTHER_ENGINES[name]}")
