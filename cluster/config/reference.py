@@ -15,9 +15,9 @@ Written by `python -m cluster.config.reference > docs/settings.md`; a test compa
 
 A setting is given as a flag, as a variable of the environment, as a line of the YAML file that `--config`
 names, or as a keyword of `LLM`. A flag or keyword wins over the environment, which wins over the file, which
-wins over the default. `latentray config show` prints every final value and where it came from; an illegal value
-is refused with the name under which it was given. Switches are `--NAME` and `--no-NAME`; in variables and files
-they are `true` and `false`.
+wins over the default. `latentray config show` prints every final value and where it came from; an illegal
+value is refused with the name under which it was given. Switches are `--NAME` and `--no-NAME`, in variables
+and files `true` and `false`.
 """
 
 
