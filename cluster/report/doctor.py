@@ -128,7 +128,7 @@ def _backend(args: ServeArgs) -> Check:
     from actors.shard.build import backend_needs
     from kernels_integration import registry
 
-    config = args.resolve()
+    config = resolve(args)
     needs = backend_needs(config, ModelConfig.from_pretrained(config.model_path))
     choice = registry.choose(config.attention_backend, needs)
     others = [
