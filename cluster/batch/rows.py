@@ -60,7 +60,7 @@ def parse_row(line: str | bytes, frontend: ModelFrontend, *, line_number: int) -
     return BatchRow(custom_id=custom_id, body=body)
 
 
-def answered_row(row: BatchRow, output: RequestOutput, *, model: str) -> dict[str, Any]:
+def answered_row(row: BatchRow, output: RequestOutput, frontend: ModelFrontend) -> dict[str, Any]:
     """The output row of a finished request."""
     return {
         "id": f"batch_req_{output.request_id}",
@@ -68,7 +68,12 @@ def answered_row(row: BatchRow, output: RequestOutput, *, model: str) -> dict[st
         "response": {
             "status_code": 200,
             "request_id": output.request_id,
-            "body": answer_body(row.body, output, model=model),
+            "body": answer_body(
+                row.body,
+                output,
+                model=frontend.served_model_name,
+                token_bytes=frontend.tokenizer.token_bytes,
+            ),
         },
         "error": None,
     }

@@ -138,7 +138,7 @@ class _Run:
             del self._in_flight[request_id]
             self._num_prompt_tokens += update.num_prompt_tokens
             output = pending.builder.output()
-            pending.result = answered_row(pending.row, output, model=self._frontend.served_model_name)
+            pending.result = answered_row(pending.row, output, self._frontend)
             pending.builder = None
         self._write_finished()
 

@@ -236,8 +236,9 @@ class ModelFrontend:
         if limit is not None and len(text) > limit:
             raise InvalidRequestError(
                 f"{field} {'has' if field == 'prompt' else 'have'} {len(text)} characters; max_model_len "
-                f"{self.max_model_len} leaves room for {limit} at most, as the longest token has "
-                f"{limit // (self.max_model_len - 1)}: shorten the text or raise --max-model-len",
+                f"{self.max_model_len} leaves room for {self.max_model_len - 1} tokens, of at most "
+                f"{limit // (self.max_model_len - 1)} characters each: shorten the text or raise "
+                "--max-model-len",
                 field=field,
             )
 

@@ -1,7 +1,7 @@
 """Outputs as OpenAI response bodies."""
 
-import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -9,11 +9,14 @@ from actors.sampling_params import ALL_LOGPROBS
 from cluster.errors import outcome
 from cluster.openai.bodies import ChatBody, CompletionsBody
 from cluster.outputs import CompletionOutput, Logprob, RequestOutput
+from cluster.tokenizer.token_bytes import TokenBytes
 from kernels_integration.errors import LatentrayError
 
 
-def answer_body(body: ChatBody | CompletionsBody, output: RequestOutput, *, model: str) -> dict[str, Any]:
-    """The answer to a finished request, in the shape of its endpoint."""
+def answer_body(
+    body: ChatBody | CompletionsBody, output: RequestOutput, *, model: str, token_bytes: TokenBytes
+) -> dict[str, Any]:
+    """The answer to a finished request, in the shape of its endpoint. token_bytes: of the model's tokens."""
     is_chat = isinstance(body, ChatBody)
     num_prompt = len(output.prompt_token_ids)
     num_completion = sum(len(completion.token_ids) for completion in output.outputs)
@@ -22,7 +25,7 @@ def answer_body(body: ChatBody | CompletionsBody, output: RequestOutput, *, mode
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [_choice(body, completion) for completion in output.outputs],
+        "choices": [_choice(body, completion, token_bytes) for completion in output.outputs],
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
@@ -38,14 +41,17 @@ def answer_body(body: ChatBody | CompletionsBody, output: RequestOutput, *, mode
     return answer
 
 
-def _choice(body: ChatBody | CompletionsBody, completion: CompletionOutput) -> dict[str, Any]:
+def _choice(
+    body: ChatBody | CompletionsBody, completion: CompletionOutput, token_bytes: TokenBytes
+) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": completion.index}
     if isinstance(body, ChatBody):
         choice["message"] = {"role": "assistant", "content": completion.text}
-        choice["logprobs"] = _chat_logprobs(completion, body.top_logprobs or 0)
+        choice["logprobs"] = _chat_logprobs(completion, body.top_logprobs or 0, token_bytes)
     else:
         choice["text"] = completion.text
-        choice["logprobs"] = _completions_logprobs(completion)
+        skips = (body.model_extra or {}).get("skip_special_tokens") is not False
+        choice["logprobs"] = _completions_logprobs(completion, token_bytes, skip_special_tokens=skips)
     choice["finish_reason"] = completion.finish_reason
     choice["stop_reason"] = completion.stop_reason
     return choice
@@ -64,40 +70,62 @@ def error_body(error: LatentrayError) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(completion: CompletionOutput, num_top: int) -> dict[str, Any] | None:
+def _chat_logprobs(
+    completion: CompletionOutput, num_top: int, token_bytes: TokenBytes
+) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
+
+    def entry(token_id: int, found: Logprob) -> dict[str, Any]:
+        data = token_bytes.of(token_id)
+        text = token_bytes.text(token_id)
+        return {
+            "token": _escaped(data) if text is None else text,
+            "logprob": found.logprob,
+            "bytes": list(data),
+        }
+
     content = []
     for token_id, alternatives in zip(completion.token_ids, completion.logprobs, strict=True):
         if num_top == ALL_LOGPROBS:
             num_top = len(alternatives)
-        best = [entry for entry in alternatives.values() if entry.rank is not None and entry.rank <= num_top]
-        best.sort(key=lambda entry: entry.rank or 0)
-        content.append(
-            _chat_entry(alternatives[token_id]) | {"top_logprobs": [_chat_entry(entry) for entry in best]}
-        )
+        ranked = [(other, at) for other, at in alternatives.items() if at.rank and at.rank <= num_top]
+        ranked.sort(key=lambda pair: pair[1].rank or 0)
+        best = [entry(other, at) for other, at in ranked]
+        content.append(entry(token_id, alternatives[token_id]) | {"top_logprobs": best})
     return {"content": content}
 
 
-def _chat_entry(entry: Logprob) -> dict[str, Any]:
-    token = entry.decoded_token or ""
-    return {"token": token, "logprob": entry.logprob, "bytes": list(token.encode())}
-
-
-def _completions_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
+def _completions_logprobs(
+    completion: CompletionOutput, token_bytes: TokenBytes, *, skip_special_tokens: bool
+) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
-    chosen = [
-        alternatives[token_id]
-        for token_id, alternatives in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
-    tokens = [entry.decoded_token or "" for entry in chosen]
+    each = list(zip(completion.token_ids, completion.logprobs, strict=True))
+    ids = completion.token_ids
     return {
-        "tokens": tokens,
-        "token_logprobs": [entry.logprob for entry in chosen],
-        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
-        "top_logprobs": [
-            {entry.decoded_token or "": entry.logprob for entry in alternatives.values()}
-            for alternatives in completion.logprobs
-        ],
+        "tokens": [_token_text(token_id, token_bytes) for token_id in ids],
+        "token_logprobs": [alternatives[token_id].logprob for token_id, alternatives in each],
+        "text_offset": token_bytes.offsets(ids, completion.text, skip_special_tokens=skip_special_tokens),
+        "top_logprobs": [_by_text(alternatives, token_bytes) for alternatives in completion.logprobs],
     }
+
+
+def _by_text(alternatives: Mapping[int, Logprob], token_bytes: TokenBytes) -> dict[str, float]:
+    """Log probabilities by the tokens' texts; of tokens that share one, the first has it, and the others are
+    token_id:ID, as vLLM writes tokens that it shows by their ids."""
+    found: dict[str, float] = {}
+    for token_id, entry in alternatives.items():
+        text = _token_text(token_id, token_bytes)
+        found[f"token_id:{token_id}" if text in found else text] = entry.logprob
+    return found
+
+
+def _token_text(token_id: int, token_bytes: TokenBytes) -> str:
+    """The token's text; where it is part of a character bytes:\\xe4\\xb8, as OpenAI's completions have it."""
+    text = token_bytes.text(token_id)
+    return f"bytes:{_escaped(token_bytes.of(token_id))}" if text is None else text
+
+
+def _escaped(data: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,6 +1,7 @@
 """A checkpoint's tokenizer as transformers would load it, on the `tokenizers` library alone."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import tokenizers
@@ -8,6 +9,7 @@ import tokenizers
 from cluster.chat.template import ChatTemplate
 from cluster.tokenizer.added_tokens import added_tokens, special_tokens
 from cluster.tokenizer.files import TOKENIZER, TokenizerFiles
+from cluster.tokenizer.token_bytes import TokenBytes
 from kernels_integration.errors import CheckpointError, InvalidRequestError, shortened
 
 
@@ -56,6 +58,10 @@ class FastTokenizer:
     @property
     def renders_chats(self) -> bool:
         return bool(self.chat_templates)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # Unlike `encode`, it lets other threads run; without offsets it takes half the time and memory.

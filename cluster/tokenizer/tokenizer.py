@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from cluster.tokenizer.files import TokenizerFiles
+from cluster.tokenizer.token_bytes import TokenBytes
 
 
 class Tokenizer(Protocol):
@@ -22,6 +23,10 @@ class Tokenizer(Protocol):
     @property
     def special_tokens(self) -> Mapping[str, str]:
         """The named tokens of tokenizer_config.json, such as {"bos_token": "<s>"}."""
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token, for log probabilities."""
 
     @property
     def eos_token_id(self) -> int | None: ...

@@ -1,0 +1,103 @@
+"""The bytes that a token stands for; a text shows them only where they are whole characters.
+
+Source: the decoders ByteLevel and ByteFallback of tokenizers 0.23.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_letters() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for the letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_LETTERS = _byte_level_letters()
+
+
+class TokenBytes:
+    """Bytes by token id, of byte-level tokenizers and those with byte fallback. Others give the bytes of a
+    token's own text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        decoder = backend.decoder
+        self._decoders = dict(_flat(json.loads(decoder.__getstate__()))) if decoder is not None else {}
+        self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+
+    def of(self, token_id: int) -> bytes:
+        """Empty for an id that the tokenizer does not know."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if "ByteLevel" in self._decoders:
+            letters = [_LETTERS.get(letter) for letter in token]
+            return token.encode() if None in letters else bytes(byte for byte in letters if byte is not None)
+        if "ByteFallback" in self._decoders:
+            if match := _BYTE_TOKEN.fullmatch(token):
+                return bytes([int(match[1], 16)])
+            return token.replace("▁", " ").encode()
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def text(self, token_id: int) -> str | None:
+        """None for bytes that are no whole characters."""
+        try:
+            return self.of(token_id).decode()
+        except UnicodeDecodeError:
+            return None
+
+    def offsets(self, token_ids: Sequence[int], text: str, *, skip_special_tokens: bool = True) -> list[int]:
+        """Where each token begins in the text that they make, in characters: within a character, where that
+        begins. text: may end before the tokens do; a token without text is where the text goes on.
+        """
+        hidden = self._special if skip_special_tokens else frozenset[int]()
+        parts = [b"" if token_id in hidden else self.of(token_id) for token_id in token_ids]
+        starts = [0]
+        for run, is_byte_run in self._runs(token_ids, parts):
+            starts[-1:] = [starts[-1] + index for index in _character_indices(run, is_byte_run)]
+        first = 1 if "Strip" in self._decoders and b"".join(parts[:1]).startswith(b" ") else 0
+        positions = itertools.accumulate(map(len, parts), initial=0)
+        return [min(max(starts[at] - first, 0), len(text)) for at, _ in zip(positions, parts, strict=False)]
+
+    def _runs(self, token_ids: Sequence[int], parts: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
+        """Bytes that the decoder judges together, and whether one wrong byte spoils all of them."""
+        if "ByteFallback" not in self._decoders:
+            yield b"".join(parts), False
+            return
+        tokens = [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+        each = zip(tokens, parts, strict=True)
+        for is_byte, run in itertools.groupby(each, lambda pair: bool(_BYTE_TOKEN.fullmatch(pair[0]))):
+            yield b"".join(part for _, part in run), is_byte
+
+
+def _flat(decoder: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield decoder["type"], decoder
+    for inner in decoder.get("decoders", ()):
+        yield from _flat(inner)
+
+
+def _character_indices(data: bytes, spoils: bool) -> list[int]:
+    """For each byte, and the end, the index of its character. What is no character is U+FFFD: one for as
+    many bytes as Python and Rust decode into one, or for each byte of a run that one wrong byte spoils."""
+    if spoils:
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            return list(range(len(data) + 1))
+    indices: list[int] = []
+    count = 0
+    while len(indices) < len(data):
+        rest = data[len(indices) : len(indices) + 5]
+        size = next((n for n in range(1, 5) if len(rest[: n + 1].decode("utf-8", "replace")) > 1), len(rest))
+        indices += [count] * size
+        count += 1
+    return [*indices, count]
