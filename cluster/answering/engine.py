@@ -165,6 +165,9 @@ def start_engine(
     """
     if executor not in get_args(Executor):
         raise ConfigError(f"executor is {executor!r}; it must be one of {', '.join(get_args(Executor))}")
+    from cluster.report.memory import require_memory
+
+    require_memory(config, address="local" if executor == "inline" else address)
     trace = None if trace_file is None else TraceFile(trace_file)
     if executor == "inline":
         from actors.inline_group import InlineGroup

@@ -11,6 +11,7 @@ from actors.config import GroupConfig
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
 from cluster.launch.group import GroupHandle, launch_group
+from cluster.report.memory import require_memory
 from cluster.report.trace import TraceFile
 from kernels_integration.errors import LatentrayError, UnavailableError
 
@@ -99,6 +100,7 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     if args.metrics_port:
         require_free(args.host, args.metrics_port)
     require_free(args.host, args.port)  # told in the first second, not after the model has loaded
+    require_memory(config, address=args.address)
     trace_file = None if args.trace is None else TraceFile(args.trace)
     group = launch_group(config, address=args.address, progress=progress)
     try:

@@ -1,7 +1,6 @@
 """Is this machine able to serve this configuration? Each check answers by itself and never raises."""
 
 import importlib.metadata
-import math
 import os
 import platform
 import shutil
@@ -9,14 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from actors.config import GroupConfig
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
 from cluster.config.sizes import format_size
-from cluster.report.kv_report import group_kv_bytes_per_token
+from cluster.report.memory import MORE_MEMORY, memory_check, num_parameters
 from kernels_integration.errors import LatentrayError
 
 Status = Literal["ok", "warn", "fail"]
@@ -46,7 +43,6 @@ DISTRIBUTIONS = (
 )
 """What latentray needs; on a cluster where it is not installed itself, there is no metadata to ask."""
 
-_ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _MIN_SHARED_MEMORY_BYTES = 256 * 2**20
 
 
@@ -113,11 +109,10 @@ def _torch() -> Check:
 
 def _checkpoint(args: ServeArgs) -> Check:
     config = resolve(args)
-    num_parameters = _num_parameters(config)
     return Check(
         name="checkpoint",
         status="ok",
-        detail=f"{config.model_path}: {num_parameters / 1e6:.1f} M parameters, "
+        detail=f"{config.model_path}: {num_parameters(config) / 1e6:.1f} M parameters, "
         f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context",
     )
 
@@ -154,43 +149,10 @@ def _tokenizer(args: ServeArgs) -> Check:
 
 
 def _memory(args: ServeArgs) -> Check:
-    config = resolve(args)
-    weights = _num_parameters(config) * _ITEM_SIZES[config.dtype]
-    cache = (
-        config.tensor_parallel_size
-        * config.num_kv_blocks
-        * config.block_size
-        * group_kv_bytes_per_token(config)
-    )
-    needed, available = weights + cache, available_memory_bytes()
-    detail = (
-        f"weights {format_size(weights)} and KV cache {format_size(cache)}; "
-        f"{format_size(available)} are available here"
-    )
-    if needed > available and args.address is None:
-        return Check(
-            name="memory",
-            status="fail",
-            detail=f"{detail}; pass a smaller --kv-cache-memory-bytes, or more machines by --address",
-        )
+    fits, detail = memory_check(resolve(args), args.address)
+    if not fits:
+        return Check(name="memory", status="fail", detail=f"{detail}; {MORE_MEMORY}")
     return Check(name="memory", status="ok", detail=detail)
-
-
-def _num_parameters(config: GroupConfig) -> int:
-    from actors.model.checkpoint import Checkpoint
-
-    with Checkpoint(config.model_path) as checkpoint:
-        return sum(math.prod(checkpoint[name].shape) for name in checkpoint)
-
-
-def available_memory_bytes() -> int:
-    """Memory that a process may still take: the machine's, or its container's where that is less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
 
 
 def _shared_memory() -> Check:

@@ -18,8 +18,10 @@ from cluster.cli.tables import in_words
 from cluster.config import EngineArgs, ServeArgs, load_settings
 from cluster.config.other_engines import OTHER_ENGINES
 from cluster.config.reference import settings_page
+from cluster.config.resolve import resolve
 from cluster.config.setting import declared, flag_name
 from cluster.report import doctor
+from cluster.report.memory import memory_check
 from kernels_integration.errors import ConfigError
 
 ROOT = Path(doctor.__file__).parents[2]
@@ -331,3 +333,22 @@ def test_the_page_on_settings_is_written_from_their_declarations() -> None:
     assert codes == list(errors.EXIT_CODES)
     for setting in declared(ServeArgs).values():
         assert f"`{setting.variable}`" in written
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("generate", "x", "--executor", "ray"), ("serve",)])
+def test_too_little_memory_is_told_before_anything_starts(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for door in ("actors.inline_group.InlineGroup", "cluster.launch.group.launch_group"):
+        monkeypatch.setattr(door, lambda *args, **more: pytest.fail("it was started"))
+    monkeypatch.setattr("cluster.launch.serving.launch_group", lambda *args, **more: pytest.fail("started"))
+    assert run(*command, "--kv-cache-memory-bytes", "9999G") == 4
+    assert "the memory does not suffice: weights 54.5 MiB and KV cache 9.8 TiB" in capsys.readouterr().err
+
+
+def test_memory_of_other_machines_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings(EngineArgs, {"kv_cache_memory_bytes": "9999G"}, environ={})
+    config = resolve(settings.args)
+    assert [memory_check(config, address)[0] for address in (None, "local", "auto")] == [False, False, True]
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert memory_check(config, None)[0]

@@ -1,0 +1,61 @@
+"""The memory that a group takes, before it is started: from the checkpoint's headers and the settings."""
+
+import math
+import os
+from pathlib import Path
+
+from actors.config import GroupConfig
+from actors.model.checkpoint import Checkpoint
+from cluster.config.sizes import format_size
+from cluster.report.kv_report import group_kv_bytes_per_token
+from kernels_integration.errors import UnavailableError
+
+MORE_MEMORY = "pass a smaller --kv-cache-memory-bytes, or more machines by --address"
+_ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
+
+
+def num_parameters(config: GroupConfig) -> int:
+    """Values of all tensors of the checkpoint."""
+    with Checkpoint(config.model_path) as checkpoint:
+        return sum(math.prod(checkpoint[name].shape) for name in checkpoint)
+
+
+def memory_check(config: GroupConfig, address: str | None) -> tuple[bool, str]:
+    """Whether weights and KV cache may fit, and what they take, in words.
+
+    address: of the Ray cluster; only a group that this machine runs on its CPUs is judged by its memory.
+    """
+    weights = num_parameters(config) * _ITEM_SIZES[config.dtype]
+    num_slots = config.tensor_parallel_size * config.num_kv_blocks * config.block_size
+    cache = num_slots * group_kv_bytes_per_token(config)
+    available = available_memory_bytes()
+    detail = (
+        f"weights {format_size(weights)} and KV cache {format_size(cache)}; "
+        f"{format_size(available)} are available here"
+    )
+    is_here = (address or os.environ.get("RAY_ADDRESS") or "local") == "local" and config.device == "cpu"
+    return not is_here or weights + cache <= available, detail
+
+
+def require_memory(config: GroupConfig, *, address: str | None) -> None:
+    """Before minutes of loading. Errors: UnavailableError where the group cannot fit into this machine."""
+    fits, detail = memory_check(config, address)
+    if not fits:
+        raise UnavailableError(f"the memory does not suffice: {detail}; {MORE_MEMORY}")
+
+
+def available_memory_bytes() -> int:
+    """Memory that a process may still take: the machine's, or its container's where that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()) + _reclaimable_bytes(group / "memory.stat"))
+    return free
+
+
+def _reclaimable_bytes(statistics: Path) -> int:
+    """Pages of files that nobody looks at count as used, and are given up first."""
+    lines = statistics.read_text().splitlines() if statistics.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
