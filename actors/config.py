@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kernels_integration.topology import Topology
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
@@ -72,6 +74,15 @@ class GroupConfig:
     """Of the processes' log files; None: the state folder of each node's user (actors.logs)."""
 
     @property
+    def topology(self) -> Topology:
+        return Topology(
+            tp=self.tensor_parallel_size,
+            dcp=self.decode_context_parallel_size,
+            interleave=self.cp_kv_cache_interleave_size,
+            expert_parallel=self.enable_expert_parallel,
+        )
+
+    @property
     def tokens_per_block(self) -> int:
         """Global tokens that one block-table entry covers (B' in the contracts)."""
-        return self.block_size * self.decode_context_parallel_size
+        return self.topology.tokens_per_block(self.block_size)

@@ -140,14 +140,14 @@ class _ThreadedShards:
 
 
 def _start_shards(config: GroupConfig, spans: list[Spans]) -> _ThreadedShards:
-    size, dcp_size = config.tensor_parallel_size, config.decode_context_parallel_size
-    tp = _collectives(size)
-    dcp = [member for _ in range(size // dcp_size) for member in _collectives(dcp_size)]
+    topology = config.topology
+    tp = _collectives(topology.tp)
+    dcp = [member for ranks in topology.dcp_groups for member in _collectives(len(ranks))]
 
     def build(rank: int) -> Shard:
         return build_shard(config, tp=tp[rank], dcp_comm=dcp[rank], spans=spans[rank])
 
-    return _ThreadedShards(build, [[tp[rank], dcp[rank]] for rank in range(size)], spans)
+    return _ThreadedShards(build, [[tp[rank], dcp[rank]] for rank in range(topology.tp)], spans)
 
 
 def _collectives(size: int) -> list[Collectives]:

@@ -53,8 +53,7 @@ class ShardLoop:
             tp, dcp_comm = join_collectives(
                 self._spec.collectives,
                 rank=self._spec.tp_rank,
-                size=config.tensor_parallel_size,
-                dcp_size=config.decode_context_parallel_size,
+                topology=config.topology,
                 node_ip=self._spec.node_ip,
             )
             self._collectives = [tp] if dcp_comm is tp else [tp, dcp_comm]

@@ -9,7 +9,7 @@ from actors.model.config_fields import MAX_LENGTH, FieldReader
 from actors.model.model_folder import ModelFolder
 from actors.model.quantization import read_block_size
 from actors.model.rope_config import YarnScaling, read_rope
-from kernels_integration.errors import CheckpointError, ConfigError, shown
+from kernels_integration.errors import CheckpointError, shown
 from kernels_integration.kv_layout import KVLayout, default_indexer_kv_dtype
 
 _MAX_LAYERS = 1024
@@ -220,24 +220,6 @@ class ModelConfig:
             raise CheckpointError(f"{source} cannot be served:\n" + "\n".join(f"  {p}" for p in problems))
         return config
 
-    def check_parallel(self, tensor_parallel_size: int, decode_context_parallel_size: int = 1) -> None:
-        """Errors: ConfigError for more shards than heads, or a dcp that does not divide tp.
-
-        Heads and vocabulary are padded and widths split unevenly where tp does not divide them.
-        """
-        tp, dcp = tensor_parallel_size, decode_context_parallel_size
-        if tp > self.num_attention_heads:
-            raise ConfigError(
-                f"tensor-parallel-size {tp} is more than this model's num_attention_heads "
-                f"{self.num_attention_heads}, which leaves shards without a head; use "
-                f"{self.num_attention_heads} or less"
-            )
-        if dcp not in _divisors(tp):
-            raise ConfigError(
-                f"decode-context-parallel-size {dcp} does not divide tensor-parallel-size {tp}; "
-                f"use {_either(_divisors(tp))}"
-            )
-
     def _contradictions(self) -> "list[str]":
         found = []
         for name in ("qk_rope_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank", "index_head_dim"):
@@ -295,12 +277,3 @@ def _refuse_unsupported(read: FieldReader) -> None:
 def _has_no_query_latent(raw: Mapping[str, Any], family: Family) -> bool:
     """`q_lora_rank` may be null, not absent; an indexer reads the latent, so with one it may be neither."""
     return not family.has_indexer and "q_lora_rank" in raw and raw["q_lora_rank"] is None
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _either(values: list[int]) -> str:
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last

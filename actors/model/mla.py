@@ -49,7 +49,7 @@ class LatentAttention:
         self.dcp = dcp
         self.eps = config.rms_norm_eps
         self.scale = config.mla_scale
-        self.num_heads = -(-config.num_attention_heads // reader.size)
+        self.num_heads = len(reader.topology.heads(config.num_attention_heads, reader.rank))
         self.q_lora_rank = config.q_lora_rank or 0
         self.kv_lora_rank = config.kv_lora_rank
         self.nope_dim = config.qk_nope_head_dim

@@ -37,6 +37,7 @@ from kernels_integration.kv_cache import KVCache
 from kernels_integration.plan import SparseMLAPlan
 from kernels_integration.rows import Rows
 from kernels_integration.spans import Spans
+from kernels_integration.topology import Topology
 from kernels_integration.weight import Weight, accumulate_dtype
 
 
@@ -64,7 +65,8 @@ def load_model(
     Errors: ConfigError: sizes that cannot be split so. CheckpointError: tensors that are missing, unexpected,
     wrongly shaped or not finite, files that cannot be read.
     """
-    config.check_parallel(tp.size, dcp.size)
+    topology = _topology(tp, dcp, expert_parallel)
+    topology.check(num_heads=config.num_attention_heads)
     if num_mtp_layers > config.num_mtp_layers == 0:
         raise CheckpointError(
             f"{path} has no MTP layer (num_nextn_predict_layers 0) to draft with; use 0 speculative tokens"
@@ -90,9 +92,8 @@ def load_model(
             checkpoint=checkpoint,
             dtype=dtype,
             device=backend.device,
+            topology=topology,
             rank=tp.rank,
-            size=tp.size,
-            expert_parallel=expert_parallel,
         )
         _require_copies(config, reader, checkpoint.tensors, num_mtp_layers)
         return Model(config, reader, backend, tp, dcp, num_mtp_layers=num_mtp_layers, spans=spans)
@@ -112,13 +113,16 @@ def measure_shard(
     """What `load_model` with these arguments reads and keeps; `stored` is what the checkpoint holds."""
     shapes = main_tensor_shapes(config) | mtp_tensor_shapes(config, num_mtp_layers)
     meter = SliceMeter(shapes | repeated_tensor_shapes(config), stored)
-    reader = WeightReader(
-        checkpoint=meter, dtype=dtype, rank=tp.rank, size=tp.size, expert_parallel=expert_parallel
-    )
+    topology = _topology(tp, dcp, expert_parallel)
+    reader = WeightReader(checkpoint=meter, dtype=dtype, topology=topology, rank=tp.rank)
     _require_copies(config, reader, stored, num_mtp_layers)
     num_compared = meter.weight_bytes
     Model(config, reader, backend, tp, dcp, num_mtp_layers=num_mtp_layers)
     return ShardBytes(file_bytes=meter.file_bytes, weight_bytes=meter.weight_bytes - num_compared)
+
+
+def _topology(tp: Collectives, dcp: DcpGroup, expert_parallel: bool) -> Topology:
+    return Topology(tp=tp.size, dcp=dcp.size, interleave=dcp.interleave, expert_parallel=expert_parallel)
 
 
 def _require_copies(
@@ -171,7 +175,7 @@ class Model:
             MtpLayer(config, layer, reader.under(layer_prefix(layer)), backend, tp, dcp)
             for layer in range(config.num_hidden_layers, end)
         ]
-        self.vocab_start = tp.rank * self.embed_tokens.shape[0]
+        self.vocab_start = reader.topology.vocabulary(config.vocab_size, tp.rank).start
 
     @property
     def dtype(self) -> torch.dtype:

@@ -46,9 +46,10 @@ class MixtureOfExperts:
             normalise=config.norm_topk_prob,
             scaling_factor=config.routed_scaling_factor,
         )
-        held, expert_reader = range(config.n_routed_experts), reader.laid_out_for(backend)
-        if reader.expert_parallel:
-            held, expert_reader = held[reader.share(config.n_routed_experts)], expert_reader.unsplit()
+        held = reader.topology.experts(config.n_routed_experts, reader.rank)
+        expert_reader = reader.laid_out_for(backend)
+        if reader.topology.expert_parallel:
+            expert_reader = expert_reader.unsplit()
         self.experts = backend.experts(
             Weight(expert_reader.expert_rows(held, "gate_proj.weight", "up_proj.weight")),
             Weight(expert_reader.expert_columns(held, "down_proj.weight")),

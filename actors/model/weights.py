@@ -10,6 +10,7 @@ from torch import Tensor
 from actors.model.safetensors_file import TensorInfo
 from kernels_integration.backend import Backend
 from kernels_integration.errors import CheckpointError
+from kernels_integration.topology import Topology
 from kernels_integration.weight import accumulate_dtype
 
 _COMPARED_ROWS = 256
@@ -31,17 +32,15 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReader:
-    """Reads the tensors under `prefix` as rank `rank` of `size` needs them."""
+    """Reads the tensors under `prefix` as rank `rank` needs them."""
 
     checkpoint: TensorSource
     dtype: torch.dtype
     rank: int
-    size: int
+    topology: Topology
     device: torch.device | str = "cpu"
     """Where the weights are to lie. What is read passes through the CPU's memory a tensor at a time."""
     prefix: str = ""
-    expert_parallel: bool = False
-    """Routed experts are whole on one rank instead of split over all."""
     is_transposed: bool = False
     """Matrices lie in memory as their transposes."""
 
@@ -61,7 +60,7 @@ class WeightReader:
 
     def unsplit(self) -> "WeightReader":
         """A reader whose rows and columns are all of them."""
-        return replace(self, rank=0, size=1)
+        return replace(self, rank=0, topology=Topology())
 
     def laid_out_for(self, backend: Backend) -> "WeightReader":
         """A reader of matrices as the backend keeps them, which then needs no copy."""
@@ -69,25 +68,25 @@ class WeightReader:
 
     def rows(self, *names: str) -> Tensor:
         """This rank's part of the output features; of several weights one below the other."""
-        shares = [self.share(self.shape(name)[0]) for name in names]
+        shares = [self._share(self.shape(name)[0]) for name in names]
         return self._stack(list(zip(names, shares, strict=True)))
 
     def columns(self, name: str) -> Tensor:
         """This rank's part of the input features."""
-        return self.part(name, columns=self.share(self.shape(name)[1]))
+        return self.part(name, columns=self._share(self.shape(name)[1]))
 
     def expert_rows(self, experts: range, *names: str) -> Tensor:
         """[E, out, in]: `rows` of experts.E.NAME, expert after expert in one tensor."""
         of_one = self.under("experts.0.")
-        return self._stack_experts(experts, [(name, self.share(of_one.shape(name)[0])) for name in names])
+        return self._stack_experts(experts, [(name, self._share(of_one.shape(name)[0])) for name in names])
 
     def expert_columns(self, experts: range, name: str) -> Tensor:
         """[E, out, in]: `columns` of experts.E.NAME, expert after expert in one tensor."""
         width = self.under("experts.0.").shape(name)[1]
-        return self._stack_experts(experts, [(name, slice(None))], self.share(width))
+        return self._stack_experts(experts, [(name, slice(None))], self._share(width))
 
     def head_rows(self, name: str, num_heads: int) -> Tensor:
-        """The output features of this rank's ceil(num_heads / size) heads; heads past the last are zero."""
+        """The output features of this rank's ceil(num_heads / tp) heads; heads past the last are zero."""
         return self.part(name, rows=self._heads(self.shape(name)[0], num_heads))
 
     def head_columns(self, name: str, num_heads: int) -> Tensor:
@@ -95,12 +94,8 @@ class WeightReader:
         return self.part(name, columns=self._heads(self.shape(name)[1], num_heads))
 
     def vocabulary(self, name: str) -> Tensor:
-        """This rank's ceil(V / size) rows; rows past the vocabulary are zero."""
+        """This rank's ceil(V / tp) rows; rows past the vocabulary are zero."""
         return self.head_rows(name, self.shape(name)[0])
-
-    def share(self, width: int) -> slice:
-        """Of widths that `size` does not divide, some ranks hold one more than others, or none."""
-        return slice(width * self.rank // self.size, width * (self.rank + 1) // self.size)
 
     def part(
         self,
@@ -188,8 +183,12 @@ class WeightReader:
 
     def _heads(self, width: int, num_heads: int) -> slice:
         """Every rank has equally many heads: the last ones' may lie past the tensor."""
-        share = -(-num_heads // self.size) * (width // num_heads)
-        return slice(self.rank * share, (self.rank + 1) * share)
+        heads, head_width = self.topology.heads(num_heads, self.rank), width // num_heads
+        return slice(heads.start * head_width, heads.stop * head_width)
+
+    def _share(self, width: int) -> slice:
+        columns = self.topology.columns(width, self.rank)
+        return slice(columns.start, columns.stop)
 
 
 def _extent(part: slice, size: int) -> int:

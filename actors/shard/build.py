@@ -79,17 +79,16 @@ def build_shard(
 def backend_needs(config: GroupConfig, model: ModelConfig) -> registry.Needs:
     """What a shard of the group asks of its backend."""
     layout = model.kv_layout(config.kv_cache_dtype, config.indexer_kv_dtype)
-    tp, dcp = config.tensor_parallel_size, config.decode_context_parallel_size
     return registry.Needs(
         device=config.device,
         dtype=config.dtype,
         kv_cache_dtype=layout.kv_cache_dtype,
         indexer_kv_dtype=layout.indexer_kv_dtype,
-        num_heads=-(-model.num_attention_heads // tp) * dcp,
+        num_heads=config.topology.attended_heads(model.num_attention_heads),
         latent_rank=layout.latent_rank,
         rope_dim=layout.rope_dim,
         index_dim=layout.index_dim,
-        needs_lse=dcp > 1,
+        needs_lse=config.topology.dcp > 1,
     )
 
 

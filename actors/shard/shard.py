@@ -67,7 +67,7 @@ class Shard:
             dcp=dcp,
             boundary=boundary,
         )
-        slice_size = -(-model.config.vocab_size // tp.size)
+        slice_size = len(config.topology.vocabulary(model.config.vocab_size, tp.rank))
         self._sampling = SamplingState(
             config.max_num_seqs, vocab_start=model.vocab_start, slice_size=slice_size, boundary=boundary
         )

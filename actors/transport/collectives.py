@@ -10,6 +10,7 @@ from actors.transport.network import interface_of
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.shared_memory import SharedMemoryCollectives
 from kernels_integration.collectives.torch_distributed import TorchCollectives
+from kernels_integration.topology import Topology
 
 # A collective waits at least as long as one rank may lag behind inside a step; a dead peer is found
 # by heartbeats long before this.
@@ -17,16 +18,17 @@ _GLOO_TIMEOUT = timedelta(seconds=120)
 
 
 def join_collectives(
-    spec: CollectivesSpec, *, rank: int, size: int, dcp_size: int, node_ip: str
+    spec: CollectivesSpec, *, rank: int, topology: Topology, node_ip: str
 ) -> tuple[Collectives, Collectives]:
-    """A rank's membership in the tensor-parallel set and in its DCP set (dcp_size consecutive ranks).
+    """A rank's membership in the tensor-parallel set and in its DCP set.
 
     Waits for the other ranks. Both are the same object where the sets are equal.
     """
+    size, dcp_size = topology.tp, topology.dcp
     if size == 1:
         solo = SoloCollectives()
         return solo, solo
-    dcp_set, dcp_rank = divmod(rank, dcp_size)
+    dcp_set, dcp_rank = topology.dcp_group(rank), topology.dcp_rank(rank)
     solo = SoloCollectives()
     if spec.kind == "shared_memory":
         tp = SharedMemoryCollectives(f"{spec.name}-tp", rank, size)
@@ -38,7 +40,7 @@ def join_collectives(
     if dcp_size in (1, size):
         return world, solo if dcp_size == 1 else world
     # Every rank creates the group of every set, in the same order.
-    groups = [_gloo_group(range(first, first + dcp_size)) for first in range(0, size, dcp_size)]
+    groups = [_gloo_group(ranks) for ranks in topology.dcp_groups]
     return world, TorchCollectives(groups[dcp_set])
 
 

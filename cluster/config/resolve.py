@@ -17,6 +17,7 @@ from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
 from cluster.config.sizes import format_size
 from kernels_integration.errors import CheckpointError, ConfigError
 from kernels_integration.kv_layout import default_indexer_kv_dtype
+from kernels_integration.topology import Topology
 
 DEFAULT_SPECULATIVE_TOKENS = 3
 DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
@@ -32,8 +33,9 @@ def resolve(args: EngineArgs) -> GroupConfig:
     """
     path = _absolute(args.model)
     model = _read_model_config(args.model, path)
-    model.check_parallel(args.tensor_parallel_size, args.decode_context_parallel_size)
-    _check_interleave(args)
+    topology = _topology(args)
+    topology.check(num_heads=model.num_attention_heads)
+    topology.check_block_size(args.block_size)
     num_speculative_tokens = _num_speculative_tokens(args, model, path)
     if args.max_num_batched_tokens <= num_speculative_tokens:
         raise ConfigError(
@@ -141,14 +143,13 @@ def _chat_template(args: EngineArgs) -> str | None:
     return str(file)
 
 
-def _check_interleave(args: EngineArgs) -> None:
-    interleave, block = args.cp_kv_cache_interleave_size, args.block_size
-    if block % interleave:
-        legal = ", ".join(str(n) for n in range(1, block + 1) if block % n == 0)
-        raise ConfigError(
-            f"cp-kv-cache-interleave-size {interleave} does not divide block-size {block}; "
-            f"use one of {legal}, or another block size"
-        )
+def _topology(args: EngineArgs) -> Topology:
+    return Topology(
+        tp=args.tensor_parallel_size,
+        dcp=args.decode_context_parallel_size,
+        interleave=args.cp_kv_cache_interleave_size,
+        expert_parallel=args.enable_expert_parallel,
+    )
 
 
 def _indexer_kv_dtype(args: EngineArgs, model: ModelConfig, kv_cache_dtype: str) -> str:
@@ -233,7 +234,7 @@ def _num_kv_blocks(args: EngineArgs, bytes_per_block: int) -> int:
 
 def _max_model_len(args: EngineArgs, model: ModelConfig, num_kv_blocks: int, bytes_per_block: int) -> int:
     """The last token of a sequence has no KV, so a cache of n tokens serves sequences of n + 1."""
-    tokens_per_block = args.block_size * args.decode_context_parallel_size
+    tokens_per_block = _topology(args).tokens_per_block(args.block_size)
     held = num_kv_blocks * tokens_per_block + 1
     if args.max_model_len is None:
         return min(model.max_model_len, held)

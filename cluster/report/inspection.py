@@ -33,6 +33,7 @@ from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError, LatentrayError
 from kernels_integration.reference.backend import TorchBackend
+from kernels_integration.topology import Topology
 
 BLOCK_SIZE = 16
 """Tokens of a KV block, as EngineArgs has it by default: the cache holds whole blocks."""
@@ -149,7 +150,9 @@ def inspect_checkpoint(
         tensor_problems = checkpoint.find_problems(required, optional)
         found.problems += tensor_problems
         try:
-            config.check_parallel(tensor_parallel_size, decode_context_parallel_size)
+            Topology(tp=tensor_parallel_size, dcp=decode_context_parallel_size).check(
+                num_heads=config.num_attention_heads
+            )
         except LatentrayError as error:
             found.problems.append(str(error))
         else:
@@ -256,7 +259,7 @@ def _shard_facts(
     num_tokens = None
     if memory_bytes is not None:
         num_blocks = max(memory_bytes - size.weight_bytes, 0) // (per_token * BLOCK_SIZE)
-        num_tokens = num_blocks * BLOCK_SIZE * dcp_size
+        num_tokens = num_blocks * Topology(tp=tp_size, dcp=dcp_size).tokens_per_block(BLOCK_SIZE)
     return ShardFacts(
         tensor_parallel_size=tp_size,
         decode_context_parallel_size=dcp_size,
@@ -296,7 +299,7 @@ def _check_values(
         if problem is not None:
             problems.append(problem)
         read.advance(info.num_bytes)
-    reader = WeightReader(checkpoint=checkpoint, dtype=torch.float32, rank=0, size=1)
+    reader = WeightReader(checkpoint=checkpoint, dtype=torch.float32, topology=Topology(), rank=0)
     for copy, original in repeated_tensors(config, num_mtp_modules).items():
         if copy in checkpoint and not problems:
             try:

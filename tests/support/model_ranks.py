@@ -16,6 +16,7 @@ from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.reference.backend import TorchBackend
 from kernels_integration.rows import Rows
+from kernels_integration.topology import Topology
 from tests.support.model_rows import Chunk, SlotMap
 
 T = TypeVar("T")
@@ -93,7 +94,8 @@ class Rank:
 def run_ranks(tp: int, dcp: int, interleave: int, work: Callable[[Collectives, DcpGroup], T]) -> list[T]:
     """work(tp, dcp) of every rank in a thread of its own; the results in rank order."""
     members = InProcessCollectives.create(tp, timeout_s=30.0)
-    dcp_members = [m for _ in range(tp // dcp) for m in InProcessCollectives.create(dcp, timeout_s=30.0)]
+    groups = Topology(tp=tp, dcp=dcp).dcp_groups
+    dcp_members = [m for ranks in groups for m in InProcessCollectives.create(len(ranks), timeout_s=30.0)]
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 

@@ -15,6 +15,7 @@ from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
 from kernels_integration.reference.backend import TorchBackend
+from kernels_integration.topology import Topology
 from tests.support.model_ranks import run_ranks
 from tests.support.random_checkpoint import BASE_CONFIG, write_random_checkpoint
 
@@ -98,7 +99,8 @@ def test_slices_of_all_ranks_make_the_tensor(path, size):
     tensors = load_file(path / "model.safetensors")
     with Checkpoint(path) as checkpoint:
         readers = [
-            WeightReader(checkpoint=checkpoint, dtype=torch.float64, rank=r, size=size) for r in range(size)
+            WeightReader(checkpoint=checkpoint, dtype=torch.float64, rank=r, topology=Topology(tp=size))
+            for r in range(size)
         ]
         down = GATE.replace("gate_proj", "down_proj")
         assert torch.equal(torch.cat([r.rows(GATE) for r in readers]), tensors[GATE].double())

@@ -16,6 +16,7 @@ from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.reference.backend import TorchBackend
 from kernels_integration.rows import DeviceRows, Selection
+from kernels_integration.topology import Topology
 from tests.support.random_checkpoint import write_random_checkpoint
 
 SOLO = SoloCollectives()
@@ -64,7 +65,7 @@ def test_a_pass_stays_on_its_device(tmp_path, dtype, max_visible):
     with torch.inference_mode():
         backend = ShapesOnly(dtype, "meta")
         reader = WeightReader(
-            checkpoint=SliceMeter(shapes, {}), dtype=dtype, device=backend.device, rank=0, size=1
+            checkpoint=SliceMeter(shapes, {}), dtype=dtype, device=backend.device, topology=Topology(), rank=0
         )
         model = Model(config, reader, backend, SOLO, SOLO_DCP, num_mtp_layers=1)
         name = str(dtype).removeprefix("torch.")

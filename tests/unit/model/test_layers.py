@@ -16,6 +16,7 @@ from kernels_integration.reference import linear
 from kernels_integration.reference.backend import TorchBackend
 from kernels_integration.reference.layers import layer_norm, rms_norm, rotary_table, rotate_pairs
 from kernels_integration.reference.linear import MatrixProduct
+from kernels_integration.topology import Topology
 from tests.support.random_checkpoint import write_random_checkpoint
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -166,7 +167,11 @@ def test_mixture_of_experts(tmp_path, rows):
             MixtureOfExperts(
                 config,
                 WeightReader(
-                    checkpoint=checkpoint, dtype=torch.float64, rank=r, size=2, prefix="model.layers.1.mlp."
+                    checkpoint=checkpoint,
+                    dtype=torch.float64,
+                    rank=r,
+                    topology=Topology(tp=2),
+                    prefix="model.layers.1.mlp.",
                 ),
                 TorchBackend(torch.float64),
             )(x)

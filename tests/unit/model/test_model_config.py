@@ -6,7 +6,7 @@ import pytest
 
 from actors.model.config import ModelConfig
 from actors.model.tensors import main_tensor_shapes, parameter_counts
-from kernels_integration.errors import CheckpointError, ConfigError
+from kernels_integration.errors import CheckpointError
 from tests.support.random_checkpoint import BASE_CONFIG
 
 YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
@@ -248,15 +248,3 @@ def test_yarn_defaults_and_lengths():
     given = config(rope_scaling={**YARN, "attention_factor": 0.9, "mscale": 2, "mscale_all_dim": 0.5})
     assert given.rope_scaling.embedding_factor == 0.9
     assert given.rope_scaling.score_factor == pytest.approx((0.05 * math.log(4) + 1) ** 2)
-
-
-def test_parallel_sizes():
-    for tp in (1, 2, 3, 4):
-        config().check_parallel(tp)
-    config().check_parallel(4, 2)
-    with pytest.raises(ConfigError, match=r"size 5 is more than .*num_attention_heads 4.*use 4 or less"):
-        config().check_parallel(5)
-    with pytest.raises(
-        ConfigError, match=r"decode-context-parallel-size 4 .* tensor-parallel-size 2; use 1 or 2"
-    ):
-        config().check_parallel(2, 4)

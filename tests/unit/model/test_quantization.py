@@ -19,6 +19,7 @@ from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import CheckpointError
 from kernels_integration.reference.backend import TorchBackend
+from kernels_integration.topology import Topology
 from tests.support.fp8_weights import QUANTIZATION, make_fp8, quantize, reference
 from tests.support.model_ranks import run_ranks
 from tests.support.random_checkpoint import BASE_CONFIG, write_random_checkpoint
@@ -97,7 +98,8 @@ def test_ranks_read_their_slices_of_a_mixture(tmp_path, block, size):
         assert checkpoint[GATE].dtype == "F8_E4M3"
         assert checkpoint["model.layers.3.eh_proj.weight"].dtype == "F32"
         readers = [
-            WeightReader(checkpoint=checkpoint, dtype=torch.float64, rank=r, size=size) for r in range(size)
+            WeightReader(checkpoint=checkpoint, dtype=torch.float64, rank=r, topology=Topology(tp=size))
+            for r in range(size)
         ]
         for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.2.self_attn.o_proj.weight"):
             assert torch.equal(torch.cat([r.rows(name) for r in readers]), meant[name])
