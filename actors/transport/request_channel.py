@@ -42,11 +42,12 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """One sequence. The request is decoded by itself, so that one that cannot be read fails under its key."""
 
     key: SequenceKey
-    request: msgspec.Raw
+    request: bytes
+    """msgpack."""
 
     @classmethod
     def of(cls, request: Request) -> "Submit":
-        return cls(request.key, msgspec.Raw(encode(request)))
+        return cls(request.key, encode(request))
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -35,9 +35,9 @@ class LoopGroup:
         self.context: zmq.Context[Any] = zmq.Context()
         self.coordinator = ScriptedCoordinator(capacity)
         self.ends = step_channel.CoordinatorEnd(2, tick_s=0.05, context=self.context)
-        clients = request_channel.CoordinatorEnd(silence_s=client_silence_s, context=self.context)
-        self.address = clients.address
-        self.loop = CoordinatorLoop(self.coordinator, self.ends, clients, tick_s=0.05, **limits)
+        self.desk_end = request_channel.CoordinatorEnd(silence_s=client_silence_s, context=self.context)
+        self.address = self.desk_end.address
+        self.loop = CoordinatorLoop(self.coordinator, self.ends, self.desk_end, tick_s=0.05, **limits)
         self.shards = [self.shard(rank) for rank in range(2)]
         self.echoes = [EchoShard(), EchoShard()]
         executes = [execute or self.echoes[0].execute, self.echoes[1].execute]
@@ -64,6 +64,10 @@ class LoopGroup:
         for shard in self.shards:
             shard.close()
         self.context.destroy(linger=0)
+
+    def pause(self, seconds: float) -> None:
+        """Stop the loop's thread for a while, as SIGSTOP or a long calculation would."""
+        self.loop._command(lambda: time.sleep(seconds))
 
     @staticmethod
     def _run_shard(end: ShardEnd, execute: Execute) -> None:
