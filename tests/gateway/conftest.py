@@ -46,7 +46,7 @@ async def serve(config: GroupConfig, frontend: ModelFrontend) -> AsyncIterator[S
 
     async def start(group: Any, **options: Any) -> GatewayServer:
         options = {"port": 0, "config": config, "frontend": frontend} | options
-        server = GatewayServer(groups=[group], **options)
+        server = GatewayServer(**{"groups": [group]} | options)
         servers.append(server)
         await server.start()
         return server
