@@ -15,6 +15,8 @@ class GroupConfig:
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1
+    dcp_comm_backend: Literal["a2a", "ag_rs"] = "a2a"
+    """How the ranks of a DCP group merge their attention."""
     enable_expert_parallel: bool = False
     """Whole routed experts on each shard, instead of a part of each expert."""
     num_speculative_tokens: int = 0

@@ -5,7 +5,7 @@ The arithmetic takes Python ints, NumPy arrays and integer tensors alike (arrays
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -47,12 +47,17 @@ def local_length(n: IntLike, r: int, W: int, S: int) -> IntLike:
     return base + min(max(over, 0), S)
 
 
+Exchange: TypeAlias = Literal["a2a", "ag_rs"]
+"""How attention is merged: a packed all-to-all, or an all-gather of LSEs and a reduce-scatter of outputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class DcpGroup:
     """This rank's place in its DCP group. A group of one rank holds every token."""
 
     interleave: int
     comm: Collectives
+    exchange: Exchange = "a2a"
 
     def __post_init__(self) -> None:
         if self.interleave < 1:
@@ -93,25 +98,39 @@ def merge_attention(o: Tensor, lse: Tensor, dcp: DcpGroup) -> Tensor:
 
     A rank without KV for a row (lse = -inf) contributes 0, whatever its o holds; an lse of NaN or
     +inf counts as -inf; where no rank has KV the result is 0. Each head is merged on one rank alone, so
-    no two ranks can disagree about it.
-
-    One exchange carries o and lse of all heads to every rank: between CPU ranks a second exchange
-    costs more than the bytes it would save.
+    no two ranks can disagree about it. The two exchanges differ in the last bits, not in this.
     """
-    W, r = dcp.size, dcp.rank
-    if W == 1:
+    if dcp.size == 1:
         return o
-    _, heads_all, C = o.shape
-    if heads_all % W:
+    heads_all = o.shape[1]
+    if heads_all % dcp.size:
         raise ConfigError(
-            f"{heads_all} query heads in a DCP group of {W} ranks: the group's heads must divide evenly; "
-            f"use a decode-context-parallel size that divides {heads_all}"
+            f"{heads_all} query heads in a DCP group of {dcp.size} ranks: the group's heads must divide "
+            f"evenly; use a decode-context-parallel size that divides {heads_all}"
         )
-    heads = heads_all // W
-    lse_as_o = lse.unsqueeze(-1).contiguous().view(o.dtype)
-    packed = dcp.comm.all_gather(torch.cat((o, lse_as_o), -1))[:, :, r * heads : (r + 1) * heads]
-    lses = packed[..., C:].contiguous().view(lse.dtype)
-    return merge_partials(packed[..., :C], lses.squeeze(-1)).to(o.dtype)
+    return (_merge_by_a2a if dcp.exchange == "a2a" else _merge_by_ag_rs)(o, lse, dcp)
+
+
+def _merge_by_a2a(o: Tensor, lse: Tensor, dcp: DcpGroup) -> Tensor:
+    """One exchange: each head's o and lse go to the rank that owns the head."""
+    C = o.shape[2]
+    packed = torch.cat((o, lse.unsqueeze(-1).contiguous().view(o.dtype)), -1)
+    received = dcp.comm.all_to_all(_by_owner(packed, dcp))
+    lses = received[..., C:].contiguous().view(lse.dtype)
+    return merge_partials(received[..., :C], lses.squeeze(-1)).to(o.dtype)
+
+
+def _merge_by_ag_rs(o: Tensor, lse: Tensor, dcp: DcpGroup) -> Tensor:
+    """Two exchanges: all ranks' lse tell each its weight, and the weighted o are added where they belong."""
+    weight = _weights(dcp.comm.all_gather(lse))[dcp.rank].unsqueeze(-1)
+    # A rank without KV adds 0 whatever its o holds.
+    weighted = (weight * o.to(lse.dtype)).masked_fill(weight == 0, 0.0)
+    return dcp.comm.reduce_scatter(_by_owner(weighted, dcp)).to(o.dtype)
+
+
+def _by_owner(x: Tensor, dcp: DcpGroup) -> Tensor:
+    """[W, rows, heads, ...] of x [rows, heads_all, ...]"""
+    return x.view(x.shape[0], dcp.size, -1, *x.shape[2:]).transpose(0, 1)
 
 
 def merge_partials(o: Tensor, lse: Tensor) -> Tensor:
@@ -119,7 +138,11 @@ def merge_partials(o: Tensor, lse: Tensor) -> Tensor:
 
     The rules for parts without KV are those of `merge_attention`.
     """
+    weights = _weights(lse).unsqueeze(-1)
+    return (weights * o.to(lse.dtype)).masked_fill(weights == 0, 0.0).sum(0)
+
+
+def _weights(lse: Tensor) -> Tensor:
+    """What each part counts of lse [parts, ...]: exp(lse - LSE), 0 for parts without KV."""
     none = float("-inf")
-    lse = lse.nan_to_num(nan=none, posinf=none, neginf=none).unsqueeze(-1)
-    weights = lse.softmax(0).nan_to_num(nan=0.0)
-    return (weights * o.to(lse.dtype).masked_fill(lse == none, 0.0)).sum(0)
+    return lse.nan_to_num(nan=none, posinf=none, neginf=none).softmax(0).nan_to_num(nan=0.0)

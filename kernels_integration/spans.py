@@ -92,5 +92,13 @@ class SpannedCollectives:
         with self._spans("collectives"):
             return self._comm.all_gather(x)
 
+    def all_to_all(self, x: "Tensor") -> "Tensor":
+        with self._spans("collectives"):
+            return self._comm.all_to_all(x)
+
+    def reduce_scatter(self, x: "Tensor") -> "Tensor":
+        with self._spans("collectives"):
+            return self._comm.reduce_scatter(x)
+
     def close(self) -> None:
         self._comm.close()

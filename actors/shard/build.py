@@ -43,7 +43,7 @@ def build_shard(
     backend = registry.create(
         registry.choose(config.attention_backend, needs).name, needs, check_plans=config.check_plans
     )
-    dcp = DcpGroup(interleave=config.cp_kv_cache_interleave_size, comm=dcp_comm)
+    dcp = DcpGroup(config.cp_kv_cache_interleave_size, dcp_comm, config.dcp_comm_backend)
     num_mtp_layers = model_config.num_drafting_layers(config.num_speculative_tokens)
     model = load_model(
         model_config,

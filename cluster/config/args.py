@@ -120,6 +120,13 @@ class EngineArgs(SettingsModel):
             "Consecutive tokens that one shard keeps under -dcp; divides --block-size.", group="Parallelism"
         ),
     ] = 1
+    dcp_comm_backend: Annotated[
+        Literal["a2a", "ag_rs"],
+        Setting(
+            "How -dcp merges attention: in one exchange (a2a), or in two smaller ones (ag_rs).",
+            group="Parallelism",
+        ),
+    ] = "a2a"
 
     enable_expert_parallel: Annotated[
         bool,

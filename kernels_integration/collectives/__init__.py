@@ -28,6 +28,14 @@ class Collectives(Protocol):
         """[size, *x.shape]: entry r is rank r's x."""
         ...
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x [size, ...]: entry r of the result is entry `rank` of rank r's x."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x [size, ...]: the sum over ranks, in rank order, of their entries `rank`."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -42,6 +50,12 @@ class SoloCollectives:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x[0]
 
     def close(self) -> None:
         pass

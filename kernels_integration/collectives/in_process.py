@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels_integration.collectives.reduction import sum_in_rank_order
 from kernels_integration.errors import CollectiveError
 
-_Operation = Literal["all_reduce", "all_gather"]
+_Operation = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]
 
 
 class InProcessCollectives:
@@ -45,6 +45,12 @@ class InProcessCollectives:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0) if self.size == 1 else self._meeting.exchange(self._rank, "all_gather", x)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x if self.size == 1 else self._meeting.exchange(self._rank, "all_to_all", x)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x[0] if self.size == 1 else self._meeting.exchange(self._rank, "reduce_scatter", x)
 
     def close(self) -> None:
         self._meeting.break_up(f"rank {self._rank} has closed its collectives")
@@ -128,5 +134,9 @@ def _results(calls: Sequence[tuple[_Operation, Tensor]]) -> list[Tensor]:
                 f"{other_operation} of {tuple(x.shape)} {x.dtype}; every rank must make equal calls"
             )
     inputs = [x for _, x in calls]
+    if operation == "all_to_all":
+        return [torch.stack([x[rank] for x in inputs]) for rank in range(len(inputs))]
+    if operation == "reduce_scatter":
+        return [sum_in_rank_order([x[rank] for x in inputs]) for rank in range(len(inputs))]
     result = sum_in_rank_order(inputs) if operation == "all_reduce" else torch.stack(inputs)
     return [result, *(result.clone() for _ in calls[1:])]

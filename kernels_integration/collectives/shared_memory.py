@@ -5,6 +5,8 @@ Buffers alternate between two halves. A rank writes into a half again only after
 arrive at the operation in between, hence finished with the one before: one wait per operation is enough.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -83,6 +85,33 @@ class SharedMemoryCollectives:
             gathered[:, start : start + step] = self._exchange(piece, operation=1)[0]
         return gathered.view(self._size, *x.shape)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        entries = x.reshape(self._size, -1)
+        received = entries.new_empty(entries.shape)
+        for start, parts in self._exchange_entries(entries, operation=2):
+            for peer, part in enumerate(parts):
+                received[peer, start : start + part.shape[0]] = part
+        return received.view(x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        entries = x.reshape(self._size, -1)
+        total = entries.new_empty(entries.shape[1])
+        for start, parts in self._exchange_entries(entries, operation=3):
+            sum_in_rank_order(parts, out=total[start : start + parts[0].shape[0]])
+        return total.view(x.shape[1:])
+
+    def _exchange_entries(self, entries: Tensor, operation: int) -> Iterator[tuple[int, list[Tensor]]]:
+        """Piece by piece (first column, each rank's entry for this one) of entries [size, n].
+
+        Read in place: the others' entries are not copied. Valid until the next piece.
+        """
+        step = self._buffer_bytes // (entries.itemsize * self._size)
+        for start in range(0, entries.shape[1], step):
+            piece = entries[:, start : start + step]
+            width = piece.shape[1]
+            parts = self._exchange(piece.reshape(-1), operation)[1]
+            yield start, [part[self._rank * width : (self._rank + 1) * width] for part in parts]
+
     def abort(self) -> None:
         """Fail every rank's present and later operations; any thread may call it."""
         if self._segment is not None:
@@ -104,7 +133,7 @@ class SharedMemoryCollectives:
         self._sequence = sequence = self._sequence + 1
         gathered, parts = views[sequence & 1]
         parts[self._rank].copy_(piece)
-        call = (key[1] << 8) + (_DTYPE_CODES[key[0]] << 1) + operation
+        call = (key[1] << 8) + (_DTYPE_CODES[key[0]] << 2) + operation
         segment.arrive(sequence, call)
         segment.wait(sequence, call)
         return gathered, parts

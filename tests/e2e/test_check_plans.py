@@ -43,6 +43,7 @@ def stream(**settings) -> tuple[int, ...]:
             "tensor_parallel_size": 2,
             "decode_context_parallel_size": 2,
             "cp_kv_cache_interleave_size": 4,
+            "dcp_comm_backend": "ag_rs",
             "max_num_batched_tokens": 100,
         },
     ],

@@ -12,7 +12,7 @@ from actors.model.config import ModelConfig
 from actors.model.model import load_model
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
-from kernels_integration.dcp import DcpGroup
+from kernels_integration.dcp import DcpGroup, Exchange
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.reference.backend import TorchBackend
 from kernels_integration.rows import Rows
@@ -91,7 +91,13 @@ class Rank:
             return self.model.logits(self.forward(chunks, token_ids))
 
 
-def run_ranks(tp: int, dcp: int, interleave: int, work: Callable[[Collectives, DcpGroup], T]) -> list[T]:
+def run_ranks(
+    tp: int,
+    dcp: int,
+    interleave: int,
+    work: Callable[[Collectives, DcpGroup], T],
+    exchange: Exchange = "a2a",
+) -> list[T]:
     """work(tp, dcp) of every rank in a thread of its own; the results in rank order."""
     members = InProcessCollectives.create(tp, timeout_s=30.0)
     groups = Topology(tp=tp, dcp=dcp).dcp_groups
@@ -101,7 +107,7 @@ def run_ranks(tp: int, dcp: int, interleave: int, work: Callable[[Collectives, D
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(members[rank], DcpGroup(interleave, dcp_members[rank]))
+            results[rank] = work(members[rank], DcpGroup(interleave, dcp_members[rank], exchange))
         except BaseException as error:
             failures.append(error)
             members[rank].close()  # its peers would wait for it

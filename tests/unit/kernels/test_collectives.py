@@ -105,22 +105,38 @@ def test_results(transport: str, size: int, dtype: torch.dtype) -> None:
     """From scalars to tensors of many pieces of the 64-byte buffers."""
     shapes = [(), (1,), (5,), (0, 3), (3, 7), (2, 3, 50)]
 
-    def body(comm: Collectives) -> list[tuple[Tensor, Tensor]]:
+    def body(comm: Collectives) -> list[tuple[Tensor, ...]]:
         xs = [inputs(comm.rank, shape, dtype) for shape in shapes]
-        return [(comm.all_reduce(x.clone()).clone(), comm.all_gather(x).clone()) for x in xs]
+        entries = [inputs(comm.rank, (size, *shape), dtype, seed=1) for shape in shapes]
+        return [
+            (
+                comm.all_reduce(x.clone()).clone(),
+                comm.all_gather(x).clone(),
+                comm.all_to_all(y).clone(),
+                comm.reduce_scatter(y).clone(),
+            )
+            for x, y in zip(xs, entries, strict=True)
+        ]
 
     results = run_threads(transport, size, body)
     for i, shape in enumerate(shapes):
         parts = [inputs(rank, shape, dtype) for rank in range(size)]
-        for result in results:
-            reduced, gathered = result[i]
-            assert reduced.dtype == gathered.dtype == dtype
+        entries = [inputs(rank, (size, *shape), dtype, seed=1) for rank in range(size)]
+        for rank, result in enumerate(results):
+            reduced, gathered, received, scattered = result[i]
+            assert {t.dtype for t in result[i]} == {dtype}
+            assert torch.equal(received, torch.stack([entry[rank] for entry in entries]))
+            assert torch.equal(scattered, reference_sum([entry[rank] for entry in entries]))
             assert torch.equal(reduced, reference_sum(parts))
             assert torch.equal(gathered, torch.stack(parts))
 
 
 operations = st.lists(
-    st.tuples(st.sampled_from(["all_reduce", "all_gather"]), st.integers(0, 40), st.sampled_from(DTYPES)),
+    st.tuples(
+        st.sampled_from(["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]),
+        st.integers(0, 40),
+        st.sampled_from(DTYPES),
+    ),
     min_size=1,
     max_size=12,
 )
@@ -133,17 +149,21 @@ def test_any_sequence_of_calls(transport: str, size: int, calls: list[tuple[str,
     def body(comm: Collectives) -> list[Tensor]:
         results = []
         for seed, (operation, length, dtype) in enumerate(calls):
-            x = inputs(comm.rank, (length,), dtype, seed)
+            shape = (size, length) if operation in ("all_to_all", "reduce_scatter") else (length,)
+            x = inputs(comm.rank, shape, dtype, seed)
             results.append(getattr(comm, operation)(x).clone())
             x.zero_()
         return results
 
     results = run_threads(transport, size, body)
     for seed, (operation, length, dtype) in enumerate(calls):
-        parts = [inputs(rank, (length,), dtype, seed) for rank in range(size)]
-        expected = reference_sum(parts) if operation == "all_reduce" else torch.stack(parts)
-        for result in results:
-            assert torch.equal(result[seed], expected)
+        scatters = operation in ("all_to_all", "reduce_scatter")
+        shape = (size, length) if scatters else (length,)
+        inputs_of_all = [inputs(rank, shape, dtype, seed) for rank in range(size)]
+        for rank, result in enumerate(results):
+            parts = [x[rank] for x in inputs_of_all] if scatters else inputs_of_all
+            is_sum = operation in ("all_reduce", "reduce_scatter")
+            assert torch.equal(result[seed], reference_sum(parts) if is_sum else torch.stack(parts))
 
 
 @threaded
@@ -190,6 +210,8 @@ def test_solo() -> None:
     x = inputs(0, (3,), torch.float32)
     assert torch.equal(SoloCollectives().all_reduce(x), x)
     assert torch.equal(SoloCollectives().all_gather(x), x[None])
+    assert torch.equal(SoloCollectives().all_to_all(x[None]), x[None])
+    assert torch.equal(SoloCollectives().reduce_scatter(x[None]), x)
 
 
 # Failures
@@ -464,15 +486,17 @@ def _many_calls(comm: Collectives) -> list[bytes]:
         if seed % 10 == comm.rank:
             time.sleep(0.003)
         result = comm.all_reduce(x) if seed % 3 else comm.all_gather(x)
+        if seed % 4 == 1:
+            entries = inputs(comm.rank, (comm.size, 1 + 97 * (seed % 6)), x.dtype, seed)
+            result = comm.all_to_all(entries) if seed % 8 == 1 else comm.reduce_scatter(entries)
         results.append(result.contiguous().view(torch.uint8).numpy().tobytes())
     return results
 
 
 @pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=needs_shared_memory), "gloo"])
 def test_processes_equal_threads_bit_for_bit(transport: str, tmp_path: Path) -> None:
-    expected = run_threads("in_process", 3, _many_calls)[0]
-    for result in run_processes(transport, tmp_path, 3, _many_calls):
-        assert result == expected
+    expected = run_threads("in_process", 3, _many_calls)
+    assert run_processes(transport, tmp_path, 3, _many_calls) == expected
 
 
 def _race(comm: Collectives) -> int:

@@ -110,9 +110,14 @@ def test_an_impossible_interleave_is_refused():
         DcpGroup(interleave=0, comm=SoloCollectives())
 
 
-def merge_on_all_ranks(o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+@pytest.fixture(params=["a2a", "ag_rs"])
+def exchange(request):
+    return request.param
+
+
+def merge_on_all_ranks(o: torch.Tensor, lse: torch.Tensor, exchange: str) -> torch.Tensor:
     """o [W, rows, heads_all, C], lse [W, rows, heads_all]: the heads of all ranks, in rank order."""
-    groups = [DcpGroup(interleave=1, comm=comm) for comm in InProcessCollectives.create(len(o), timeout_s=20)]
+    groups = [DcpGroup(1, comm, exchange) for comm in InProcessCollectives.create(len(o), timeout_s=20)]
     with ThreadPoolExecutor(len(o)) as pool:
         return torch.cat(list(pool.map(merge_attention, o, lse, groups)), 1)
 
@@ -126,7 +131,7 @@ def attend(q: torch.Tensor, kv: torch.Tensor, C: int) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
-def test_merge_equals_attention_over_all_kv(W, dtype, tolerance):
+def test_merge_equals_attention_over_all_kv(W, dtype, tolerance, exchange):
     generator = torch.Generator().manual_seed(W)
     rows, heads, C, S = 5, 2 * W, 16, 2
     q = torch.randn(rows, heads, 24, generator=generator, dtype=torch.float64)
@@ -141,33 +146,34 @@ def test_merge_equals_attention_over_all_kv(W, dtype, tolerance):
     lse = torch.stack([torch.stack([lse for _, lse in shard]) for shard in shards])
     lse = lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.isinf(lse).any()
-    merged = merge_on_all_ranks(o, lse)
+    merged = merge_on_all_ranks(o, lse, exchange)
     assert merged.dtype == dtype
     torch.testing.assert_close(merged.double(), expected, atol=tolerance, rtol=tolerance)
     assert not merged[0].any()
 
 
 @pytest.mark.parametrize("broken", [float("nan"), INF, -INF])
-def test_a_broken_or_absent_shard_contributes_nothing(broken):
+def test_a_broken_or_absent_shard_contributes_nothing(broken, exchange):
     o = torch.stack([torch.randn(2, 4, 8), torch.full((2, 4, 8), float("nan"))])
     lse = torch.stack([torch.randn(2, 4), torch.full((2, 4), broken)])
-    assert torch.equal(merge_on_all_ranks(o, lse), o[0])
-    nothing = merge_on_all_ranks(o, torch.full((2, 2, 4), broken))
+    assert torch.equal(merge_on_all_ranks(o, lse, exchange), o[0])
+    nothing = merge_on_all_ranks(o, torch.full((2, 2, 4), broken), exchange)
     assert torch.equal(nothing, torch.zeros(2, 4, 8))
 
 
-def test_large_lse_do_not_overflow():
+def test_large_lse_do_not_overflow(exchange):
     o = torch.randn(2, 3, 2, 8)
     lse = torch.tensor([1000.0, 999.0]).view(2, 1, 1).expand(2, 3, 2)
     weights = torch.tensor([1.0, 0.0]).softmax(0)
-    torch.testing.assert_close(merge_on_all_ranks(o, lse), weights[0] * o[0] + weights[1] * o[1])
+    merged = merge_on_all_ranks(o, lse, exchange)
+    torch.testing.assert_close(merged, weights[0] * o[0] + weights[1] * o[1])
 
 
 @pytest.mark.parametrize("W", [3, 8])
-def test_merging_again_gives_the_same_bits(W):
+def test_merging_again_gives_the_same_bits(W, exchange):
     o, lse = torch.randn(W, 7, 24, 19), torch.randn(W, 7, 24)
-    merged = merge_on_all_ranks(o, lse)
-    assert torch.equal(merge_on_all_ranks(o, lse), merged)
+    merged = merge_on_all_ranks(o, lse, exchange)
+    assert torch.equal(merge_on_all_ranks(o, lse, exchange), merged)
     torch.testing.assert_close(merged, merge_partials(o, lse))
 
 

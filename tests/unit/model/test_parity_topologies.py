@@ -37,10 +37,12 @@ def run_script(path, prompts, dtype=torch.float64, tp=None, dcp=None, device=Non
         return rank.model.logits(torch.cat(states)), rank.model.vocab_start
 
 
-def assert_topology_agrees(path, prompts, topology, *, dtype=torch.float64, tolerance=1e-9):
+def assert_topology_agrees(path, prompts, topology, *, dtype=torch.float64, tolerance=1e-9, exchange="a2a"):
     tp, dcp, interleave = topology
     whole, _ = run_script(path, prompts, dtype)
-    parts = run_ranks(tp, dcp, interleave, lambda tp, dcp: run_script(path, prompts, dtype, tp, dcp))
+    parts = run_ranks(
+        tp, dcp, interleave, lambda tp, dcp: run_script(path, prompts, dtype, tp, dcp), exchange
+    )
     assert [start for _, start in parts] == [r * parts[0][0].shape[1] for r in range(tp)]
     gathered = torch.cat([logits for logits, _ in parts], dim=-1)
     assert (gathered[:, : whole.shape[1]] - whole).abs().max() <= tolerance
@@ -67,6 +69,13 @@ def test_rows_of_a_device_give_what_rows_of_a_host_give(random_checkpoint, topol
         finite = theirs.isfinite()
         assert torch.equal(finite, ours.isfinite())
         assert (ours[finite] - theirs[finite]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("topology", [(3, 3, 1), (4, 2, 4)])
+def test_either_exchange_merges_attention(random_checkpoint, topology):
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, 101, (3, 100), generator=generator).tolist()
+    assert_topology_agrees(random_checkpoint, prompts, topology, exchange="ag_rs")
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
