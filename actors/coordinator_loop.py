@@ -224,7 +224,7 @@ class CoordinatorLoop:
         stats = msgspec.structs.replace(
             self._coordinator.stats(),
             step_age_s=self._coordinator.step_age_s,
-            num_dropped_messages=self._shards.num_malformed,
+            num_dropped_messages=self._shards.num_malformed + self._clients.num_ignored,
         )
         return GroupBeat(
             healthy=self._is_healthy,
