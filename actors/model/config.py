@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.model.config_fields import MAX_LENGTH, FieldReader
+from actors.model.known_fields import refuse_unknown
 from actors.model.model_folder import ModelFolder
 from actors.model.quantization import read_block_size
 from actors.model.rope_config import YarnScaling, read_rope
@@ -14,6 +15,8 @@ from kernels_integration.kv_layout import KVLayout, default_indexer_kv_dtype
 
 _MAX_LAYERS = 1024
 """Ten times what is released; every layer is built, without data, to know what it takes."""
+_LAYER_TYPES = ("full_attention", "indexed_attention")
+"""As transformers names layers without and with an indexer; which is which, `indexer_types` tells."""
 _MAX_EXPERTS = 2**20
 """Of all layers: every one is named in lists, and releases have 25,000."""
 
@@ -175,6 +178,7 @@ class ModelConfig:
             )
         family, read = FAMILIES[model_type], FieldReader(raw)
         _refuse_unsupported(read)
+        refuse_unknown(raw, read.problems)
         num_hidden_layers = read.integer("num_hidden_layers", maximum=_MAX_LAYERS)
         max_position_embeddings = read.integer("max_position_embeddings", maximum=MAX_LENGTH)
         rope_theta, rope_scaling = read_rope(read, max_position_embeddings)
@@ -267,11 +271,17 @@ def _refuse_unsupported(read: FieldReader) -> None:
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
         "attention_bias": False,
+        "mlp_bias": False,
     }
     for name, supported in only.items():
         value = read.raw.get(name, supported)
         if value != supported:
             read.problems.append(f"{name} {shown(value)} is not supported; supported: {supported!r}")
+    kinds = read.raw.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)):
+        read.problems.append(
+            f"layer_types is {shown(kinds)}; it must be a list of {', '.join(map(repr, _LAYER_TYPES))}"
+        )
 
 
 def _has_no_query_latent(raw: Mapping[str, Any], family: Family) -> bool:

@@ -7,6 +7,7 @@ scale per block of the weight. Which tensors are so stored is told by the scales
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
+from actors.model.known_fields import QUANTIZATION_FIELDS, refuse_unknown_within
 from kernels_integration.errors import shown
 
 DEFAULT_BLOCK_SIZE = (128, 128)
@@ -54,6 +55,7 @@ def read_block_size(raw: Mapping[str, Any], problems: list[str]) -> tuple[int, i
             problems.append(
                 f"quantization_config.{name} {shown(config[name])} is not supported; it must be {legal!r}"
             )
+    refuse_unknown_within("quantization_config", config, QUANTIZATION_FIELDS, problems)
     size = config.get("weight_block_size")
     if not _is_pair_of_counts(size):
         problems.append(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.model.config_fields import MAX_LENGTH, FieldReader, is_finite_number
+from actors.model.known_fields import ROPE_FIELDS, ROPE_NEUTRAL, refuse_unknown_within
 from kernels_integration.errors import shown
 
 DEFAULT_BETA_FAST = 32.0
@@ -40,18 +41,22 @@ def read_rope(read: FieldReader, max_position_embeddings: int) -> tuple[float, Y
     theta = read.number("rope_theta", value=nested.get("rope_theta"), above=1)
     kind = nested.get("rope_type", nested.get("type"))
     if kind is None:
-        kind = "default"
         unread = sorted(set(nested) - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
         if unread:
             read.problems.append(
                 f"the rotary embedding has {', '.join(unread)} but no rope_type that tells what they mean; "
                 "supported: 'default', 'yarn'"
             )
+        return theta, None
     if kind == "default":
+        plain = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
+        refuse_unknown_within("the plain rotary embedding", nested, plain, read.problems)
         return theta, None
     if kind != "yarn":
         read.problems.append(f"rope type {shown(kind)} is not supported; supported: 'default', 'yarn'")
         return theta, None
+    asking = {name: value for name, value in nested.items() if ROPE_NEUTRAL.get(name) != value}
+    refuse_unknown_within("yarn", asking, ROPE_FIELDS, read.problems)
     return theta, _yarn(read, nested, max_position_embeddings)
 
 

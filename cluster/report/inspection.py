@@ -12,8 +12,10 @@ import torch
 
 from actors.model.checkpoint import Checkpoint
 from actors.model.config import ModelConfig
+from actors.model.known_fields import unknown_fields
 from actors.model.load_progress import LoadProgress
 from actors.model.model import measure_shard
+from actors.model.model_folder import ModelFolder
 from actors.model.quantization import DEFAULT_BLOCK_SIZE
 from actors.model.safetensors_file import TensorInfo
 from actors.model.tensors import (
@@ -31,7 +33,7 @@ from cluster.report.load_report import describe_load
 from cluster.tokenizer import load_tokenizer
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup
-from kernels_integration.errors import CheckpointError, LatentrayError
+from kernels_integration.errors import CheckpointError, LatentrayError, shortened
 from kernels_integration.reference.backend import TorchBackend
 from kernels_integration.topology import Topology
 
@@ -127,6 +129,12 @@ def inspect_checkpoint(
     path = Path(path)
     found = Inspection(path=str(path))
     config = _read_config(path, found)
+    if config is not None:
+        unknown = unknown_fields(ModelFolder(path).read_object("config.json") or {})
+        if unknown:
+            found.notes.append(
+                f"config.json has fields that are not known and not used: {shortened(', '.join(unknown))}"
+            )
     _check_tokenizer(path, config, found)
     if not path.is_dir():
         return found
