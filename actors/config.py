@@ -54,7 +54,8 @@ class GroupConfig:
     long_prefill_token_threshold: int = 0
     """Rows that one prompt gets of a step while others wait, at most; 0: no such bound."""
     enable_prefix_caching: bool = True
-    prefix_caching_hash_algo: Literal["xxhash", "sha256"] = "xxhash"
+    prefix_caching_hash_algo: Literal["xxhash", "sha256"] = "sha256"
+    """xxhash can be made to collide by who chooses the tokens: one tenant's KV would serve another."""
     tokenizer_mode: Literal["auto", "hf", "deepseek_v32"] = "auto"
     chat_template: str | None = None
     """File of the chat template that is used instead of the checkpoint's."""

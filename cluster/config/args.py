@@ -229,8 +229,12 @@ class EngineArgs(SettingsModel):
     ] = True
     prefix_caching_hash_algo: Annotated[
         Literal["xxhash", "sha256"],
-        Setting("How common beginnings are found. sha256 resists prompts made to collide.", group="KV cache"),
-    ] = "xxhash"
+        Setting(
+            "How common beginnings are found. xxhash is faster, but prompts can be made to collide: for one "
+            "trusting tenant.",
+            group="KV cache",
+        ),
+    ] = "sha256"
     kv_cache_memory_bytes: Annotated[
         Size | None,
         Setting(

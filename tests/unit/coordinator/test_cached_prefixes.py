@@ -1,9 +1,14 @@
 """The prefix cache over the fake shard: what is found, published, kept and given away."""
 
+import hashlib
+
 import pytest
 
+from actors.coordinator.blocks import BlockManager
+from actors.coordinator.prefix_cache import PrefixCache
 from actors.messages import RowKind
 from actors.requests import SequenceKey
+from cluster.config import EngineArgs
 from tests.support.fake_group import Group, group_config, request
 from tests.support.fake_shard import anti_oracle, oracle, stream
 
@@ -197,3 +202,11 @@ def test_a_hit_in_the_same_step_as_a_verify() -> None:
     assert group.sent[-1].readonly.tolist() == [0, 1]
     group.run()
     assert group.tokens("warm") == stream(list(range(14)), 5, 5)
+
+
+def test_no_setting_is_needed_to_be_safe_from_prompts_made_to_collide():
+    assert group_config().prefix_caching_hash_algo == "sha256"
+    assert EngineArgs().prefix_caching_hash_algo == "sha256"
+    blocks = BlockManager(num_blocks=4, tokens_per_block=BLOCK)
+    cache = PrefixCache(blocks, is_on=True, algorithm="sha256")
+    assert cache._digest(b"tokens") == hashlib.sha256(b"tokens").digest()
