@@ -17,6 +17,7 @@ from actors.coordinator.coordinator import Coordinator
 from actors.messages import StepInput, StepOutput
 from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.shard.build import build_shard
+from actors.shard.device_shard import DeviceShard
 from actors.shard.shard import Shard
 from actors.stats import GroupStats
 from kernels_integration.collectives import Collectives, SoloCollectives
@@ -81,7 +82,7 @@ class _ThreadedShards:
 
     def __init__(
         self,
-        build: Callable[[int], Shard],
+        build: Callable[[int], Shard | DeviceShard],
         collectives: list[list[Collectives]],
         spans: list[Spans],
     ) -> None:
@@ -144,7 +145,7 @@ def _start_shards(config: GroupConfig, spans: list[Spans]) -> _ThreadedShards:
     tp = _collectives(topology.tp)
     dcp = [member for ranks in topology.dcp_groups for member in _collectives(len(ranks))]
 
-    def build(rank: int) -> Shard:
+    def build(rank: int) -> Shard | DeviceShard:
         return build_shard(config, tp=tp[rank], dcp_comm=dcp[rank], spans=spans[rank])
 
     return _ThreadedShards(build, [[tp[rank], dcp[rank]] for rank in range(topology.tp)], spans)

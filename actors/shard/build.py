@@ -9,6 +9,8 @@ from actors.config import GroupConfig
 from actors.model.config import ModelConfig
 from actors.model.load_progress import LoadProgress
 from actors.model.model import load_model
+from actors.shard.device_shard import DeviceShard
+from actors.shard.samplers import draws_by_rejection
 from actors.shard.shard import Shard
 from kernels_integration import registry
 from kernels_integration.collectives import Collectives
@@ -27,11 +29,14 @@ def build_shard(
     dcp_comm: Collectives,
     spans: Spans | None = None,
     progress: LoadProgress | None = None,
-) -> Shard:
+    fixed_shapes: bool | None = None,
+) -> Shard | DeviceShard:
     """Load this rank's slice of the checkpoint and allocate its KV cache.
 
     tp: all ranks of the group; dcp_comm: the ranks of this rank's DCP group (consecutive TP ranks).
     spans: where the rank's time is recorded, if config.trace. progress: told of the bytes of the weights.
+    fixed_shapes: steps whose shapes the host knows (`DeviceShard`, coupled acceptance only); None: where
+    the backend computes on a device of its own.
     Errors: CheckpointError naming every tensor that does not fit; ConfigError for a KV cache, or a state of
     requests, that memory does not hold.
     """
@@ -73,7 +78,10 @@ def build_shard(
         f"max-num-seqs {config.max_num_seqs} requests of max-model-len {config.max_model_len} need state",
         "--max-num-seqs or --max-model-len",
     ):
-        return Shard(config, model, cache, tp=tp, dcp=dcp, spans=spans)
+        if fixed_shapes is None:
+            fixed_shapes = backend.device.type != "cpu" and not draws_by_rejection(config)
+        kind = DeviceShard if fixed_shapes else Shard
+        return kind(config, model, cache, tp=tp, dcp=dcp, spans=spans)
 
 
 def backend_needs(config: GroupConfig, model: ModelConfig) -> registry.Needs:

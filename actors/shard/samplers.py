@@ -73,8 +73,13 @@ class Sampler(Protocol):
 def make_sampler(
     config: GroupConfig, state: SamplingState, vocab_start: int, comm: Collectives, boundary: Boundary
 ) -> Sampler:
-    standard = config.rejection_sampling == "standard" and config.num_speculative_tokens > 0
-    return (StandardSampler if standard else CoupledSampler)(state, vocab_start, comm, boundary)
+    sampler = StandardSampler if draws_by_rejection(config) else CoupledSampler
+    return sampler(state, vocab_start, comm, boundary)
+
+
+def draws_by_rejection(config: GroupConfig) -> bool:
+    """Whether drafts are accepted by standard rejection sampling."""
+    return config.rejection_sampling == "standard" and config.num_speculative_tokens > 0
 
 
 class CoupledSampler:

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.config import GroupConfig
-from actors.messages import PENDING_CAPACITY, StepInput, StepOutput, TokenLogprobs
+from actors.messages import PENDING_CAPACITY, StepInput, StepOutput
 from actors.model.model import Model
 from actors.shard.block_tables import BlockTables
 from actors.shard.boundary import Boundary
+from actors.shard.logprobs_message import logprobs_message
 from actors.shard.mtp_modules import MtpModules
 from actors.shard.pending import PendingRows
 from actors.shard.progress import SlotProgress
@@ -30,7 +31,6 @@ from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_cache import KVCache
-from kernels_integration.logprobs import Logprobs
 from kernels_integration.spans import Span, Spans
 
 Int64s = NDArray[np.int64]
@@ -120,8 +120,8 @@ class Shard:
                     drafts=drafts.on_host.astype(np.int32),
                     tokens=tokens.astype(np.int32) if judgement is None else np.empty(0, np.int32),
                     length=lengths,
-                    logprobs=self._message(verified.logprobs),
-                    prompt_logprobs=self._message(prompt_logprobs),
+                    logprobs=logprobs_message(verified.logprobs, self._boundary),
+                    prompt_logprobs=logprobs_message(prompt_logprobs, self._boundary),
                     judgement=judgement,
                 )
             )
@@ -269,14 +269,3 @@ class Shard:
             last_rows = np.cumsum(rows.counts)[rows.middle] - 1
             following = (rows.starts + rows.counts)[rows.middle]
             self._pending.carry(rows.slots[rows.middle], following, hidden[self._boundary.up(last_rows)])
-
-    def _message(self, logprobs: Logprobs | None) -> TokenLogprobs | None:
-        if logprobs is None:
-            return None
-        down = self._boundary.down
-        return TokenLogprobs(
-            sampled=down(logprobs.sampled).astype(np.float32),
-            top_ids=down(logprobs.top_ids).astype(np.int32).reshape(-1),
-            top_values=down(logprobs.top_values).astype(np.float32).reshape(-1),
-            num_top=logprobs.top_ids.shape[1],
-        )

@@ -9,7 +9,6 @@ import numpy as np
 from actors.config import GroupConfig
 from actors.messages import Admission, RowKind, SamplingSpec, StepInput, StepOutput
 from actors.shard.build import build_shard
-from actors.shard.shard import Shard
 from kernels_integration.collectives import SoloCollectives
 
 
@@ -66,8 +65,9 @@ def step_input(number: int, rows: Sequence[Rows], admit: Sequence[Admission] = (
 class LoneShard:
     """The only rank of a group, which runs the steps that a test writes."""
 
-    def __init__(self, config: GroupConfig) -> None:
-        self.shard: Shard = build_shard(config, tp=SoloCollectives(), dcp_comm=SoloCollectives())
+    def __init__(self, config: GroupConfig, *, fixed_shapes: bool = False) -> None:
+        solo = SoloCollectives()
+        self.shard = build_shard(config, tp=solo, dcp_comm=solo, fixed_shapes=fixed_shapes)
         self._num_steps = 0
 
     def run(self, *rows: Rows, admit: Sequence[Admission] = ()) -> StepOutput:

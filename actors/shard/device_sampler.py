@@ -1,0 +1,61 @@
+"""Draw a token per row in fixed shapes, nothing read back: what `kernels_integration.sampling.sample` draws.
+
+Shape legend: R rows, V tokens of this rank's slice.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels_integration.collectives import Collectives
+from kernels_integration.filters import num_kept
+from kernels_integration.noise import gumbel, random_bits
+from kernels_integration.sampling import GREEDY_BELOW, SamplingRows, over_temperature
+from kernels_integration.token_marks import NO_TOKEN
+
+
+def draw_rows(
+    local_logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collectives, *, has_filters: bool
+) -> Tensor:
+    """[R] int64 tokens; NO_TOKEN in rows without a finite logit. Collective.
+
+    local_logits: [R, V] as for `sample`. has_filters: some row may be cut by top-k, top-p or min-p; False
+    skips their sort.
+    """
+    logits = finite_or_none(local_logits)
+    if rows.rules is not None:
+        logits = rows.rules.apply(logits)
+    if comm.size > 1:
+        logits, vocab_start = comm.all_gather(logits).transpose(0, 1).flatten(1), 0
+    greedy = (rows.temperature < GREEDY_BELOW) | (rows.top_k == 1)
+    # A row with a NaN (rules that failed on some rank) draws nothing.
+    is_whole = ~logits.amax(dim=1).isnan()
+    scaled = over_temperature(logits, rows.temperature.masked_fill(greedy, 1.0))
+    noise = gumbel(random_bits(rows.seed, rows.position, vocab_start, scaled.shape[1]))
+    score = scaled.double() + noise.masked_fill_(greedy.unsqueeze(1), 0.0)
+    score = score.masked_fill(~(scaled > -torch.inf), -torch.inf)
+    if has_filters:
+        is_cut = ~_survives(scaled, rows) & ~greedy.unsqueeze(1)
+        score = score.masked_fill(is_cut, -torch.inf)
+    best, column = score.max(dim=1)
+    return (column + vocab_start).masked_fill(~(is_whole & (best > -torch.inf)), NO_TOKEN)
+
+
+def finite_or_none(logits: Tensor) -> Tensor:
+    """logits with -inf for NaN and +inf, without asking whether there are any."""
+    return logits.where(logits < torch.inf, -torch.inf)
+
+
+def _survives(scaled: Tensor, rows: SamplingRows) -> Tensor:
+    """[R, V] bool: what min-p, top-k and top-p leave of whole rows, by the rule of `filters`."""
+    vocab_size = scaled.shape[1]
+    value, token = scaled.double().sort(dim=1, descending=True, stable=True)
+    peak = value[:, :1].clamp(min=torch.finfo(value.dtype).min)
+    kept = num_kept(
+        value - peak,
+        limit=torch.where(rows.top_k > 0, rows.top_k, vocab_size).clamp_max(vocab_size).unsqueeze(1),
+        top_p=rows.top_p.double().unsqueeze(1),
+        floor=rows.min_p.double().log().unsqueeze(1),
+        vocab_size=vocab_size,
+    )
+    place = torch.arange(vocab_size, device=scaled.device)
+    return torch.zeros_like(scaled, dtype=torch.bool).scatter(1, token, place < kept)
