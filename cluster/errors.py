@@ -37,6 +37,7 @@ OUTCOMES: dict[str, Outcome] = {
     "invalid_config": Outcome("INVALID_ARGUMENT", 400, EXIT_USAGE),
     "invalid_checkpoint": Outcome("FAILED_PRECONDITION", 500, EXIT_USAGE),
     "invalid_request": Outcome("INVALID_ARGUMENT", 400, EXIT_USAGE),
+    "model_not_found": Outcome("NOT_FOUND", 404, EXIT_USAGE),
     "duplicate_request": Outcome("ALREADY_EXISTS", 409, EXIT_USAGE),
     "aborted": Outcome("CANCELLED", 499, EXIT_UNAVAILABLE),
     "overloaded": Outcome("RESOURCE_EXHAUSTED", 429, EXIT_UNAVAILABLE),
@@ -67,8 +68,8 @@ def error_classes() -> list[type[LatentrayError]]:
 def from_code(code: str, message: str, *, field: str = "") -> LatentrayError:
     """The error that a code stands for, as it comes from another process."""
     for cls in error_classes():
-        if cls.code == code and cls is not InvalidRequestError:
+        if cls.code == code:
+            if issubclass(cls, InvalidRequestError):
+                return cls(message, field=field)
             return cls(message)
-    if code == InvalidRequestError.code:
-        return InvalidRequestError(message, field=field)
     return LatentrayError(message)

@@ -133,6 +133,19 @@ class OutputBuilder:
             seed=choice.seed,
         )
 
+    def part(self, update: RequestUpdate, text: str) -> CompletionOutput:
+        """What one update adds to its completion. text: what `push` returned for it."""
+        wanted = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=update.index,
+            text=text,
+            token_ids=list(update.token_ids),
+            logprobs=[self._alternatives(entry) for entry in update.logprobs] if wanted else None,
+            finish_reason=update.finish_reason,
+            stop_reason=update.matched_stop,
+            seed=self._choices[update.index].seed,
+        )
+
     def _alternatives(self, entry: TokenLogprob) -> dict[int, Logprob]:
         """The token itself first, then the best ones."""
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}

@@ -63,6 +63,12 @@ class InvalidRequestError(LatentrayError):
         self.field = field
 
 
+class UnknownModelError(InvalidRequestError):
+    """A request for a model that is not served here."""
+
+    code = "model_not_found"
+
+
 class DuplicateRequestError(LatentrayError):
     """A request id that a live request already has."""
 

@@ -41,14 +41,19 @@ class MetricsServer:
             await self._runner.cleanup()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        if _OPENMETRICS in request.headers.get("Accept", ""):
-            # Our names are legal under every escaping scheme, so none is applied and none is named:
-            # prometheus_client would escape the colons of samples, and not those of their HELP and TYPE.
-            generate: Any = openmetrics.generate_latest  # untyped
-            text = generate(self._registry, escaping=openmetrics.ALLOWUTF8)
-            content_type = openmetrics.CONTENT_TYPE_LATEST
-        else:
-            text, content_type = generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
-        response = web.Response(body=text, headers={"Content-Type": content_type})
-        response.enable_compression()
-        return response
+        return metrics_response(self._registry, request)
+
+
+def metrics_response(registry: CollectorRegistry, request: web.Request) -> web.Response:
+    """All metrics, as OpenMetrics where that is asked for, else as Prometheus' text."""
+    if _OPENMETRICS in request.headers.get("Accept", ""):
+        # Our names are legal under every escaping scheme, so none is applied and none is named:
+        # prometheus_client would escape the colons of samples, and not those of their HELP and TYPE.
+        generate: Any = openmetrics.generate_latest  # untyped
+        text = generate(registry, escaping=openmetrics.ALLOWUTF8)
+        content_type = openmetrics.CONTENT_TYPE_LATEST
+    else:
+        text, content_type = generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+    response = web.Response(body=text, headers={"Content-Type": content_type})
+    response.enable_compression()
+    return response

@@ -24,6 +24,7 @@ from kernels_integration.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.gateway.metrics_server import MetricsServer
+    from cluster.http.server import HttpServer
 
 MAX_SEQUENCES_PER_CLIENT = 1024
 """Completions that the requests of one host may have running or queued; a request has n."""
@@ -44,6 +45,7 @@ class GatewayServer:
         port: int = 50051,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         metrics_port: int | None = None,
+        http_port: int | None = None,
     ) -> None:
         self._host = host
         self.port = port
@@ -61,6 +63,11 @@ class GatewayServer:
         self.metrics_port = metrics_port
         """Of Prometheus metrics; 0 until start() has taken a free one; None: not served."""
         self._metrics_server: MetricsServer | None = None
+        self._frontend = frontend
+        self._config = config
+        self.http_port = http_port
+        """Of OpenAI's API; 0 until start() has taken a free one; None: not served."""
+        self._http_server: HttpServer | None = None
         self._server: aio.Server | None = None
         self._beside: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
@@ -89,6 +96,18 @@ class GatewayServer:
 
             self._metrics_server = MetricsServer(self._servicer.metrics.registry)
             self.metrics_port = await self._metrics_server.start(self._host, self.metrics_port)
+        if self.http_port is not None:
+            from cluster.http.server import HttpServer
+
+            self._http_server = HttpServer(
+                frontend=self._frontend,
+                answering=self._answering,
+                config=self._config,
+                health=self._health,
+                metrics=self._servicer.metrics,
+                max_body_bytes=self._max_message_bytes,
+            )
+            self.http_port = await self._http_server.start(self._host, self.http_port)
         await server.start()
         self._server = server
         beside = (self._servicer.loads.sample_groups(), *map(log_stats, self._answering.groups))
@@ -107,8 +126,9 @@ class GatewayServer:
         for task in self._beside:
             task.cancel()
         await server.stop(_CLOSE_GRACE_S)
-        if self._metrics_server is not None:
-            await self._metrics_server.stop()
+        for beside in (self._metrics_server, self._http_server):
+            if beside is not None:
+                await beside.stop()
         self._stopped.set()
 
 

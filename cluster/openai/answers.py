@@ -1,7 +1,7 @@
 """Outputs as OpenAI response bodies."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,20 +18,9 @@ def answer_body(
 ) -> dict[str, Any]:
     """The answer to a finished request, in the shape of its endpoint. token_bytes: of the model's tokens."""
     is_chat = isinstance(body, ChatBody)
-    num_prompt = len(output.prompt_token_ids)
-    num_completion = sum(len(completion.token_ids) for completion in output.outputs)
-    answer: dict[str, Any] = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{output.request_id}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
+    answer = answer_head(body, output.request_id, model=model) | {
         "choices": [_choice(body, completion, token_bytes) for completion in output.outputs],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
-        },
+        "usage": usage_of(output),
     }
     if output.prompt_logprobs is not None:  # where vLLM puts it
         (answer if is_chat else answer["choices"][0])["prompt_logprobs"] = [
@@ -41,17 +30,56 @@ def answer_body(
     return answer
 
 
+def answer_head(body: ChatBody | CompletionsBody, request_id: str, *, model: str) -> dict[str, Any]:
+    """What an answer begins with, and each of its chunks."""
+    is_chat = isinstance(body, ChatBody)
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def usage_of(output: RequestOutput) -> dict[str, Any]:
+    num_prompt = len(output.prompt_token_ids)
+    num_completion = sum(len(completion.token_ids) for completion in output.outputs)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+    }
+
+
+def choice_logprobs(
+    body: ChatBody | CompletionsBody,
+    completion: CompletionOutput,
+    token_bytes: TokenBytes,
+    offsets: Sequence[int] | None = None,
+) -> dict[str, Any] | None:
+    """Those of a choice, or of a part of it; None when not asked for. offsets: of a part's tokens."""
+    if isinstance(body, ChatBody):
+        return _chat_logprobs(completion, body.top_logprobs or 0, token_bytes)
+    if offsets is None:
+        skips = skips_special_tokens(body)
+        offsets = token_bytes.offsets(completion.token_ids, completion.text, skip_special_tokens=skips)
+    return _completions_logprobs(completion, token_bytes, offsets)
+
+
+def skips_special_tokens(body: ChatBody | CompletionsBody) -> bool:
+    return (body.model_extra or {}).get("skip_special_tokens") is not False
+
+
 def _choice(
     body: ChatBody | CompletionsBody, completion: CompletionOutput, token_bytes: TokenBytes
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": completion.index}
     if isinstance(body, ChatBody):
         choice["message"] = {"role": "assistant", "content": completion.text}
-        choice["logprobs"] = _chat_logprobs(completion, body.top_logprobs or 0, token_bytes)
     else:
         choice["text"] = completion.text
-        skips = (body.model_extra or {}).get("skip_special_tokens") is not False
-        choice["logprobs"] = _completions_logprobs(completion, token_bytes, skip_special_tokens=skips)
+    choice["logprobs"] = choice_logprobs(body, completion, token_bytes)
     choice["finish_reason"] = completion.finish_reason
     choice["stop_reason"] = completion.stop_reason
     return choice
@@ -97,7 +125,7 @@ def _chat_logprobs(
 
 
 def _completions_logprobs(
-    completion: CompletionOutput, token_bytes: TokenBytes, *, skip_special_tokens: bool
+    completion: CompletionOutput, token_bytes: TokenBytes, offsets: Sequence[int]
 ) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
@@ -106,7 +134,7 @@ def _completions_logprobs(
     return {
         "tokens": [_token_text(token_id, token_bytes) for token_id in ids],
         "token_logprobs": [alternatives[token_id].logprob for token_id, alternatives in each],
-        "text_offset": token_bytes.offsets(ids, completion.text, skip_special_tokens=skip_special_tokens),
+        "text_offset": list(offsets),
         "top_logprobs": [_by_text(alternatives, token_bytes) for alternatives in completion.logprobs],
     }
 

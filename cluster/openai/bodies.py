@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 from actors.requests import Request
 from actors.sampling_params import PARAMETERS, SamplingParams
 from cluster.frontend.front_end import ModelFrontend
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidRequestError, UnknownModelError, shown
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -32,6 +32,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Parameters of OpenAI and vLLM that are not supported, and the values under which they ask for nothing."""
 
+_STREAMING = frozenset({"stream", "stream_options"})
+
 _NO_EFFECT = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 """Parameters that never change an answer."""
 
@@ -46,6 +48,14 @@ class Body(Protocol):
     def to_request(self, request_id: str, frontend: ModelFrontend) -> Request: ...
 
 
+class StreamOptions(BaseModel):
+    """What a stream brings beside its tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    include_usage: StrictBool | None = None
+
+
 class _SamplingBody(BaseModel):
     """What both endpoints share: beside these fields, every sampling parameter under its own name.
 
@@ -57,6 +67,13 @@ class _SamplingBody(BaseModel):
     model: str | None = None
     priority: Any = None
     cache_salt: Any = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of totals."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def build_request(
         self,
@@ -147,13 +164,15 @@ ENDPOINTS: Mapping[str, type[ChatBody] | type[CompletionsBody]] = {
 }
 
 
-def parse_body(url: str, body: Mapping[str, Any]) -> ChatBody | CompletionsBody:
-    """The body of a request to `url`, which is one of ENDPOINTS.
+def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -> ChatBody | CompletionsBody:
+    """The body of a request to `url`, which is one of ENDPOINTS. may_stream: its answer may come in pieces.
 
     Errors: InvalidRequestError naming the parameter.
     """
     cls = ENDPOINTS[url]
     legal = cls.model_fields.keys() | _PARAMETERS
+    if not may_stream:
+        legal -= _STREAMING
     for name, value in body.items():
         if name not in legal and name not in _NO_EFFECT and value is not None:
             _check_unsupported(legal, name, value)
@@ -161,17 +180,18 @@ def parse_body(url: str, body: Mapping[str, Any]) -> ChatBody | CompletionsBody:
         return cls.model_validate(dict(body))
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"][:1]))
+        field = str(first["loc"][0])
         if first["type"] == "missing":
             raise InvalidRequestError(f"{field} is missing; {url} needs it", field=field) from error
         raise InvalidRequestError(f"{field} is {body[field]!r}; {first['msg']}", field=field) from error
 
 
 def check_model(body: Body, frontend: ModelFrontend) -> None:
-    """Errors: InvalidRequestError when the body asks for another model. No model means this one."""
+    """Errors: UnknownModelError when the body asks for another model. No model means this one."""
     if body.model is not None and body.model != frontend.served_model_name:
-        raise InvalidRequestError(
-            f"model is {body.model!r}; the model served here is {frontend.served_model_name!r}", field="model"
+        raise UnknownModelError(
+            f"model is {shown(body.model)}; the model served here is {frontend.served_model_name!r}",
+            field="model",
         )
 
 

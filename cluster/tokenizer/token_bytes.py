@@ -55,18 +55,36 @@ class TokenBytes:
         except UnicodeDecodeError:
             return None
 
-    def offsets(self, token_ids: Sequence[int], text: str, *, skip_special_tokens: bool = True) -> list[int]:
+    def offsets(
+        self, token_ids: Sequence[int], text: str | None, *, skip_special_tokens: bool = True, start: int = 0
+    ) -> list[int]:
         """Where each token begins in the text that they make, in characters: within a character, where that
-        begins. text: may end before the tokens do; a token without text is where the text goes on.
+        begins; a token without text is where the text goes on.
+
+        text: all of it, which may end before the tokens do; None: it goes on. start: characters before the
+        first of these tokens, where a character begins.
         """
         hidden = self._special if skip_special_tokens else frozenset[int]()
         parts = [b"" if token_id in hidden else self.of(token_id) for token_id in token_ids]
-        starts = [0]
+        starts = [start]
         for run, is_byte_run in self._runs(token_ids, parts):
             starts[-1:] = [starts[-1] + index for index in _character_indices(run, is_byte_run)]
-        first = 1 if "Strip" in self._decoders and b"".join(parts[:1]).startswith(b" ") else 0
+        first = 1 if not start and "Strip" in self._decoders and b"".join(parts[:1]).startswith(b" ") else 0
         positions = itertools.accumulate(map(len, parts), initial=0)
-        return [min(max(starts[at] - first, 0), len(text)) for at, _ in zip(positions, parts, strict=False)]
+        end = len(text) if text is not None else starts[-1]
+        return [min(max(starts[at] - first, 0), end) for at, _ in zip(positions, parts, strict=False)]
+
+    def num_settled(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> int | None:
+        """Characters of these tokens' text, if whatever follows changes none of them; None: it may."""
+        hidden = self._special if skip_special_tokens else frozenset[int]()
+        shown = [token_id for token_id in token_ids if token_id not in hidden]
+        if shown and "ByteFallback" in self._decoders:
+            if _BYTE_TOKEN.fullmatch(self._backend.id_to_token(shown[-1]) or ""):
+                return None
+        try:
+            return len(b"".join(map(self.of, shown)).decode())
+        except UnicodeDecodeError:
+            return None
 
     def _runs(self, token_ids: Sequence[int], parts: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
         """Bytes that the decoder judges together, and whether one wrong byte spoils all of them."""

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible door: the same answering as gRPC's, over HTTP."""

@@ -1,0 +1,69 @@
+"""Errors as HTTP answers: always OpenAI's envelope, whatever went wrong and wherever."""
+
+import json
+import logging
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from cluster.errors import outcome
+from cluster.openai.answers import error_body
+from kernels_integration.errors import LatentrayError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""Told with 429 and 503."""
+REQUEST_ID_HEADER = "X-Request-Id"
+
+
+def error_response(error: LatentrayError) -> web.Response:
+    status = outcome(error).http_status
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    return web.json_response(error_body(error), status=status, headers=headers)
+
+
+def internal_error(error: Exception) -> LatentrayError:
+    """What a client is told of a fault of ours: an id by which the log has the rest."""
+    error_id = uuid.uuid4().hex[:12]
+    logger.error("internal error %s", error_id, exc_info=error)
+    return LatentrayError(f"internal error {error_id}: the server's log says more under this id")
+
+
+def in_envelope(max_body_bytes: int) -> Middleware:
+    """Turns every refusal and every fault into an answer."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except LatentrayError as error:
+            return error_response(error)
+        except web.HTTPRequestEntityTooLarge:
+            return _refused(413, f"the body has more than {max_body_bytes} bytes; shorten it")
+        except web.HTTPMethodNotAllowed as error:
+            allowed = " or ".join(sorted(error.allowed_methods))
+            return _refused(405, f"{request.path} takes {allowed}, not {error.method}")
+        except web.HTTPNotFound:
+            paths = sorted({resource.canonical for resource in request.app.router.resources()})
+            return _refused(404, f"there is no {request.path} here; there are {', '.join(paths)}")
+        except web.HTTPException as error:
+            return _refused(error.status, error.reason)
+        except Exception as error:
+            return error_response(internal_error(error))
+
+    return middleware
+
+
+def _refused(status: int, message: str) -> web.Response:
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return web.json_response({"error": body}, status=status)
+
+
+def event(data: object) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"

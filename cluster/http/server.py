@@ -1,0 +1,161 @@
+"""The HTTP server of a gateway: routes, limits, start and stop."""
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+from actors.config import GroupConfig
+from cluster import __version__
+from cluster.answering.answering import Answering
+from cluster.frontend.front_end import ModelFrontend
+from cluster.gateway.health import GroupHealth
+from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.metrics_server import metrics_response
+from cluster.http.completions import Completions, json_object
+from cluster.http.errors import in_envelope
+from cluster.openai.bodies import ENDPOINTS
+from kernels_integration.errors import ConfigError, InvalidRequestError, UnknownModelError, shown
+
+_CLOSE_GRACE_S = 0.5
+_MAX_HEADER_BYTES = 16 * 2**10
+
+
+class HttpServer:
+    """Serves what a gateway's answering answers. Draining and limits are its owner's and Answering's."""
+
+    def __init__(
+        self,
+        *,
+        frontend: ModelFrontend,
+        answering: Answering,
+        config: GroupConfig,
+        health: GroupHealth,
+        metrics: GatewayMetrics,
+        max_body_bytes: int,
+    ) -> None:
+        self._frontend = frontend
+        self._config = config
+        self._health = health
+        self._metrics = metrics
+        self._started_at = int(time.time())
+        self._completions = Completions(frontend=frontend, answering=answering, metrics=metrics)
+        self._app = web.Application(middlewares=[in_envelope(max_body_bytes)], client_max_size=max_body_bytes)
+        for path in ENDPOINTS:
+            self._app.router.add_post(path, self._completions.answer)
+        routes = {
+            "/v1/models": self._models,
+            "/v1/models/{model}": self._model,
+            "/health": self._state,
+            "/ready": self._state,
+            "/version": self._version,
+            "/metrics": self._all_metrics,
+        }
+        for path, handler in routes.items():
+            self._app.router.add_get(path, handler)
+        self._app.router.add_post("/tokenize", self._tokenize)
+        self._app.router.add_post("/detokenize", self._detokenize)
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port (a free one for 0). Errors: ConfigError when it cannot be had."""
+        runner = web.AppRunner(
+            self._app,
+            access_log=None,  # requests have a line of their own, with what they cost
+            handler_cancellation=True,
+            shutdown_timeout=_CLOSE_GRACE_S,
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(
+                f"cannot listen on {host}:{port} for HTTP: {error.strerror}; pass another --http-port "
+                "(0 takes a free one, none serves no HTTP)"
+            ) from error
+        self._runner = runner
+        return int(runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Close. Requests have been drained by the owner."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._model_card()]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        name = http.match_info["model"]
+        if name != self._frontend.served_model_name:
+            raise UnknownModelError(
+                f"there is no model {shown(name)} here; there is {self._frontend.served_model_name!r}",
+                field="model",
+            )
+        return web.json_response(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._frontend.served_model_name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "latentray",
+            "max_model_len": self._config.max_model_len,
+        }
+
+    async def _state(self, http: web.Request) -> web.Response:
+        """200 exactly while a token can be produced."""
+        status = 200 if self._health.serving else 503
+        text = "serving" if self._health.serving else self._health.message
+        return web.json_response({"status": text}, status=status)
+
+    async def _version(self, http: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
+
+    async def _all_metrics(self, http: web.Request) -> web.Response:
+        return metrics_response(self._metrics.registry, http)
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        """Of {"prompt": text} or {"messages": [...]}, as vLLM: the ids that a request would have."""
+        body = await json_object(http)
+        _require_fields(
+            body, {"model", "prompt", "messages", "add_generation_prompt", "chat_template_kwargs"}
+        )
+        if "messages" in body:
+            token_ids = self._frontend.render_chat(
+                body["messages"],
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                chat_template_kwargs=body.get("chat_template_kwargs"),
+            )
+        else:
+            prompt = body.get("prompt")
+            if not isinstance(prompt, str):
+                raise InvalidRequestError(
+                    f"prompt is {shown(prompt)}; it must be text, or give messages", field="prompt"
+                )
+            token_ids = list(self._frontend.encode_prompt(prompt))
+        return web.json_response(
+            {"count": len(token_ids), "max_model_len": self._config.max_model_len, "tokens": token_ids}
+        )
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        body = await json_object(http)
+        _require_fields(body, {"model", "tokens"})
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list):
+            raise InvalidRequestError(
+                f"tokens is {shown(tokens)}; it must be a list of token ids", field="tokens"
+            )
+        token_ids = self._frontend.encode_prompt(tokens)
+        text = self._frontend.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return web.json_response({"prompt": text})
+
+
+def _require_fields(body: dict[str, Any], legal: set[str]) -> None:
+    for name in body:
+        if name not in legal:
+            raise InvalidRequestError(
+                f"parameter {shown(name)} is unknown; there are {', '.join(sorted(legal))}", field=name
+            )

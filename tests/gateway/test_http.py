@@ -1,0 +1,219 @@
+"""The OpenAI client, and plain requests, against a real HTTP server over scripted and real groups."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from actors.requests import Request
+from cluster.gateway import GatewayServer
+from kernels_integration.errors import UnavailableError
+from tests.support.groups import group_config
+from tests.support.inline_client import InlineClient
+from tests.support.scripted_group import Script, ScriptedGroup, echo, until, update
+
+pytestmark = pytest.mark.gateway
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+Serve = Callable[..., Awaitable[GatewayServer]]
+
+
+@pytest.fixture
+async def model() -> AsyncIterator[InlineClient]:
+    client = InlineClient(group_config(num_speculative_tokens=3, max_model_len=256))
+    yield client
+    await asyncio.to_thread(client.close)
+
+
+@pytest.fixture
+async def server(serve: Serve, model: InlineClient) -> GatewayServer:
+    return await serve(model, http_port=0)
+
+
+@pytest.fixture
+async def client(server: GatewayServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+async def post(server: GatewayServer, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://127.0.0.1:{server.http_port}{path}", data=data, headers=headers) as answer,
+    ):
+        text = await answer.text()
+        return answer.status, json.loads(text) if text.startswith("{") else text, answer.headers
+
+
+async def test_a_chat_whole_and_in_pieces(client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(model="tiny", messages=FRANCE, temperature=0)
+    assert whole.choices[0].message.content == "The capital of France is Paris."
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+    stream = await client.chat.completions.create(
+        model="tiny", messages=FRANCE, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_a_completion_with_logprobs_and_choices(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "The SELECT statement",
+        "max_tokens": 12,
+        "n": 2,
+        "seed": 3,
+        "logprobs": 2,
+    }
+    whole = await client.completions.create(**asked)
+    chunks = [chunk async for chunk in await client.completions.create(**asked, stream=True)]
+    for index in (0, 1):
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == index]
+        expected = whole.choices[index]
+        assert "".join(part.text for part in parts) == expected.text
+        for field in ("tokens", "token_logprobs", "text_offset"):
+            joined = [v for part in parts if part.logprobs for v in getattr(part.logprobs, field)]
+            assert joined == getattr(expected.logprobs, field), field
+    assert whole.choices[0].text != whole.choices[1].text
+
+
+async def test_the_stream_is_that_of_grpc_and_of_the_seed(client: openai.AsyncOpenAI) -> None:
+    texts = set()
+    for _ in range(2):
+        answer = await client.chat.completions.create(
+            model="tiny", messages=FRANCE, seed=11, temperature=1.0, max_completion_tokens=16
+        )
+        texts.add(answer.choices[0].message.content)
+    assert len(texts) == 1
+
+
+async def test_models_tokens_versions_and_health(server: GatewayServer, client: openai.AsyncOpenAI) -> None:
+    listed = await client.models.list()
+    assert [model.id for model in listed.data] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).owned_by == "latentray"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("other")
+    status, found, _ = await post(server, "/tokenize", {"prompt": "The SELECT statement"})
+    assert (status, found["count"]) == (200, len(found["tokens"]))
+    status, text, _ = await post(server, "/detokenize", {"tokens": found["tokens"]})
+    assert text["prompt"].endswith("The SELECT statement")
+    async with aiohttp.ClientSession() as session:
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            async with session.get(f"http://127.0.0.1:{server.http_port}{path}") as answer:
+                assert answer.status == 200, path
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "words"),
+    [
+        (b"{", 400, "body", "not JSON"),
+        (b"[]", 400, "body", "one JSON object"),
+        (b"[" * 100_000, 400, "body", "not JSON"),
+        ({}, 400, "messages", "missing"),
+        ({"messages": FRANCE, "temprature": 1}, 400, "temprature", "did you mean temperature"),
+        ({"messages": FRANCE, "temperature": -1}, 400, "temperature", "-1"),
+        ({"messages": FRANCE, "stream": 1}, 400, "stream", "valid boolean"),
+        ({"messages": FRANCE, "stream_options": {"x": 1}}, 400, "stream_options", "x"),
+        ({"messages": FRANCE, "model": "gpt-4"}, 404, "model", "the model served here is 'tiny'"),
+        ({"messages": FRANCE, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ({"messages": []}, 400, "messages", "messages"),
+    ],
+)
+async def test_a_mistake_is_told_in_openais_envelope(
+    serve: Serve, body: Any, status: int, param: str, words: str
+) -> None:
+    server = await serve(ScriptedGroup(), http_port=0)
+    found, answer, _ = await post(server, "/v1/chat/completions", body)
+    assert found == status
+    assert answer["error"]["param"] == param
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert words in answer["error"]["message"]
+
+
+async def test_paths_methods_headers_and_sizes(serve: Serve) -> None:
+    server = await serve(ScriptedGroup(), http_port=0, max_message_bytes=2048)
+    status, answer, _ = await post(server, "/v1/nothing", {})
+    assert (status, "/v1/chat/completions" in answer["error"]["message"]) == (404, True)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{server.http_port}/v1/completions") as found,
+    ):
+        assert (found.status, "POST" in (await found.json())["error"]["message"]) == (405, True)
+    status, answer, _ = await post(server, "/v1/completions", {"prompt": "x" * 4096})
+    assert (status, "2048" in answer["error"]["message"]) == (413, True)
+    status, answer, _ = await post(server, "/v1/completions", {"prompt": "x"}, **{"X-Request-Timeout": "0"})
+    assert (status, answer["error"]["param"]) == (400, "X-Request-Timeout")
+    asked = {"prompt": [5, 6, 7], "max_tokens": 4}
+    status, answer, headers = await post(server, "/v1/completions", asked, **{"X-Request-Id": "mine"})
+    assert (status, answer["id"], headers["X-Request-Id"]) == (200, "cmpl-mine", "mine")
+
+
+async def test_a_client_that_goes_away_ends_its_request(serve: Serve) -> None:
+    never = asyncio.Event()
+
+    def script(request: Request) -> Script:
+        return [update(request, [5]), never]
+
+    group = ScriptedGroup(script)
+    server = await serve(group, http_port=0)
+    for stream in (True, False):
+        asked = asyncio.create_task(
+            post(server, "/v1/completions", {"prompt": [5], "max_tokens": 9, "stream": stream})
+        )
+        await until(lambda: bool(group.live))
+        asked.cancel()
+        await until(lambda: not group.live)
+    assert set(group.ended.values()) == {"aborted"}
+
+
+async def test_deadline_overload_and_loss_have_their_status(serve: Serve) -> None:
+    never = asyncio.Event()
+    group = ScriptedGroup(lambda request: [never])
+    server = await serve(group, http_port=0)
+    status, answer, _ = await post(
+        server, "/v1/completions", {"prompt": [5], "max_tokens": 9}, **{"X-Request-Timeout": "0.1"}
+    )
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    await until(lambda: not group.live)
+    group.healthy, group.message = False, "shard 1 is lost"
+    status, answer, headers = await post(server, "/v1/completions", {"prompt": [5], "max_tokens": 9})
+    assert (status, answer["error"]["message"]) == (503, "shard 1 is lost")
+    assert headers["Retry-After"]
+
+
+async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error(serve: Serve) -> None:
+    def script(request: Request) -> Script:
+        return [update(request, [5]), UnavailableError("shard 1 is lost")]
+
+    server = await serve(ScriptedGroup(script), http_port=0)
+    async with openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="none", max_retries=0
+    ) as client:
+        stream = await client.completions.create(model="tiny", prompt=[5], max_tokens=9, stream=True)
+        with pytest.raises(openai.APIError, match="shard 1 is lost"):
+            async for _ in stream:
+                pass
+
+
+async def test_many_streams_at_once(serve: Serve) -> None:
+    server = await serve(ScriptedGroup(echo), http_port=0)
+    body = {"prompt": [5, 6, 7], "max_tokens": 30, "stream": True}
+    answers = await asyncio.gather(*(post(server, "/v1/completions", body) for _ in range(100)))
+    assert {status for status, _, _ in answers} == {200}
+    assert all(text.endswith("data: [DONE]\n\n") for _, text, _ in answers)
