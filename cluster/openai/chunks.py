@@ -67,7 +67,10 @@ class Chunks:
 
 
 class _Offsets:
-    """Where the tokens of one choice begin in its text, part by part, each looked at a few times at most."""
+    """Where the tokens of one choice begin in its text, part by part, each looked at a few times at most.
+
+    Of a run of bytes that a later byte makes no text, what was told before it came stays as it was told.
+    """
 
     def __init__(self, token_bytes: TokenBytes, skip_special_tokens: bool) -> None:
         self._token_bytes = token_bytes
@@ -85,7 +88,9 @@ class _Offsets:
         offsets = self._token_bytes.offsets(
             self._window, text, skip_special_tokens=self._skips, start=self._start
         )
-        settled = self._token_bytes.num_settled(self._window, skip_special_tokens=self._skips)
+        settled = self._token_bytes.num_settled(
+            self._window, skip_special_tokens=self._skips, start=self._start
+        )
         if settled:
             self._start, self._window = self._start + settled, []
         return offsets[len(offsets) - len(part.token_ids) :]

@@ -68,23 +68,30 @@ class TokenBytes:
         parts = [b"" if token_id in hidden else self.of(token_id) for token_id in token_ids]
         starts = [start]
         for run, is_byte_run in self._runs(token_ids, parts):
-            starts[-1:] = [starts[-1] + index for index in _character_indices(run, is_byte_run)]
+            spoils = is_byte_run and (text is not None or not _may_be_completed(run))
+            starts[-1:] = [starts[-1] + index for index in _character_indices(run, spoils)]
         first = 1 if not start and "Strip" in self._decoders and b"".join(parts[:1]).startswith(b" ") else 0
         positions = itertools.accumulate(map(len, parts), initial=0)
         end = len(text) if text is not None else starts[-1]
         return [min(max(starts[at] - first, 0), end) for at, _ in zip(positions, parts, strict=False)]
 
-    def num_settled(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> int | None:
-        """Characters of these tokens' text, if whatever follows changes none of them; None: it may."""
+    def num_settled(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, start: int = 0
+    ) -> int | None:
+        """Characters of these tokens' text, if whatever follows changes none of them; None: it may.
+
+        start: as in `offsets`.
+        """
         hidden = self._special if skip_special_tokens else frozenset[int]()
         shown = [token_id for token_id in token_ids if token_id not in hidden]
-        if shown and "ByteFallback" in self._decoders:
-            if _BYTE_TOKEN.fullmatch(self._backend.id_to_token(shown[-1]) or ""):
-                return None
+        last = (self._backend.id_to_token(shown[-1]) or "") if shown else ""
+        if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(last):
+            return None
         try:
-            return len(b"".join(map(self.of, shown)).decode())
+            text = b"".join(map(self.of, shown)).decode()
         except UnicodeDecodeError:
             return None
+        return len(text) - (not start and "Strip" in self._decoders and text.startswith(" "))
 
     def _runs(self, token_ids: Sequence[int], parts: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
         """Bytes that the decoder judges together, and whether one wrong byte spoils all of them."""
@@ -101,6 +108,15 @@ def _flat(decoder: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
     yield decoder["type"], decoder
     for inner in decoder.get("decoders", ()):
         yield from _flat(inner)
+
+
+def _may_be_completed(data: bytes) -> bool:
+    """Whether more bytes could make text of these, which are none yet."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.end == len(data) and error.reason == "unexpected end of data"
+    return True
 
 
 def _character_indices(data: bytes, spoils: bool) -> list[int]:

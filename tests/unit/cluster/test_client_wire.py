@@ -113,7 +113,7 @@ def test_keywords_go_over_params():
 
 @pytest.mark.parametrize("kind", [c for c in error_classes() if c.__module__ == LatentrayError.__module__])
 def test_an_error_comes_back_as_the_server_raised_it(kind):
-    error = kind("what: why", field="stop") if kind is InvalidRequestError else kind("what: why")
+    error = kind("what: why", field="stop") if issubclass(kind, InvalidRequestError) else kind("what: why")
     status = to_status(error)
     failure = Failure(grpc.StatusCode.UNKNOWN, "", (("grpc-status-details-bin", status.SerializeToString()),))
     found = wire.to_error(failure, "host:1")
