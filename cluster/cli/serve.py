@@ -46,6 +46,8 @@ def serve(
             f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context; "
             f"{describe_kv_cache(config)}; started in {progress.elapsed_s:.1f} s)"
         )
+        if server.http_port is not None:
+            typer.echo(f"latentray: OpenAI's API at http://{settings.args.host}:{server.http_port}/v1")
         if server.metrics_port is not None:
             typer.echo(f"latentray: metrics at http://{settings.args.host}:{server.metrics_port}/metrics")
         if server.log_folder is not None:

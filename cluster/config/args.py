@@ -344,6 +344,12 @@ class ServeArgs(EngineArgs):
         Port,
         Setting("Port of the gRPC server; 0 takes a free one.", group="Server"),
     ] = 50051
+    http_port: Annotated[
+        Port | None,
+        Setting(
+            "Port of OpenAI's API over HTTP (/v1/chat/completions, ...); 0 takes a free one.", group="Server"
+        ),
+    ] = None
     metrics_port: Annotated[
         Port | None,
         Setting("Port of Prometheus metrics over HTTP, at /metrics; 0 takes a free one.", group="Server"),

@@ -24,6 +24,7 @@ class GatewayActor:
         port: int,
         max_message_bytes: int,
         metrics_port: int | None = None,
+        http_port: int | None = None,
         logs: LogSettings | None = None,
     ) -> None:
         self._log_folder = None if logs is None else start_logging(logs, "gateway")
@@ -33,6 +34,7 @@ class GatewayActor:
         self._port = port
         self._max_message_bytes = max_message_bytes
         self._metrics_port = metrics_port
+        self._http_port = http_port
         self._group: GroupClient | None = None
         self._server: GatewayServer | None = None
 
@@ -50,9 +52,14 @@ class GatewayActor:
             port=self._port,
             max_message_bytes=self._max_message_bytes,
             metrics_port=self._metrics_port,
+            http_port=self._http_port,
         )
         await self._server.start()
         return self._server.address
+
+    async def http_port(self) -> int | None:
+        """Where OpenAI's API is served; None: nowhere."""
+        return self._server.http_port if self._server is not None else None
 
     async def metrics_port(self) -> int | None:
         """Where Prometheus metrics are served; None: nowhere."""

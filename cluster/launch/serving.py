@@ -38,11 +38,14 @@ class RunningServer:
         config: GroupConfig,
         trace_file: TraceFile | None,
         metrics_port: int | None,
+        http_port: int | None,
         log_folder: Path | None,
     ) -> None:
         self.group = group
         self.address = address
         self.config = config
+        self.http_port = http_port
+        """Of OpenAI's API; None: not served."""
         self.metrics_port = metrics_port
         """Of Prometheus metrics; None: not served."""
         self.log_folder = log_folder
@@ -97,8 +100,9 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     Errors: ConfigError, CheckpointError, ClusterTooSmallError, UnavailableError. Nothing is left behind.
     """
     config = resolve(args)
-    if args.metrics_port:
-        require_free(args.host, args.metrics_port)
+    for port in (args.metrics_port, args.http_port):
+        if port:
+            require_free(args.host, port)
     require_free(args.host, args.port)  # told in the first second, not after the model has loaded
     require_memory(config, address=args.address)
     trace_file = None if args.trace is None else TraceFile(args.trace)
@@ -116,6 +120,7 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
             args.port,
             args.max_message_size,
             args.metrics_port,
+            args.http_port,
             group.logs,
         )
         address = _started(gateway, progress)
@@ -123,8 +128,9 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
         group.stop()
         raise
     metrics_port = None if args.metrics_port is None else ray.get(gateway.metrics_port.remote())
+    http_port = None if args.http_port is None else ray.get(gateway.http_port.remote())
     log_folder = ray.get(gateway.log_folder.remote())
-    return RunningServer(group, gateway, address, config, trace_file, metrics_port, log_folder)
+    return RunningServer(group, gateway, address, config, trace_file, metrics_port, http_port, log_folder)
 
 
 def _started(gateway: Any, progress: Callable[[str], None]) -> str:
