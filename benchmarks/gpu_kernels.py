@@ -68,9 +68,17 @@ def graph_us(calls: list[Callable[[], object]], *, repeats: int = 30) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes per microsecond, read and written."""
-    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
+    source = torch.randn(1 << 30, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / graph_us([lambda: target.copy_(source)])
+    times = []
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return 2 * source.nbytes / statistics.median(times[2:])
 
 
 def num_sets(num_bytes: int) -> int:
@@ -140,32 +148,33 @@ def plan_build_work(rows: int) -> Work:
     return Work(name=f"plan build, T {rows}", num_bytes=0, calls=calls)
 
 
+def whole_rows(table: torch.Tensor, length: int) -> indexer.LocalRows:
+    """A row of each request that sees all of its tokens."""
+    rows = len(table)
+    return indexer.LocalRows(
+        visible_from=torch.zeros(rows, dtype=torch.int32, device="cuda"),
+        visible_to=torch.full((rows,), length, dtype=torch.int32, device="cuda"),
+        request=torch.arange(rows, device="cuda"),
+        page_table=table,
+        page_size=64,
+        max_visible=length,
+    )
+
+
 def index_scores(rows: int, length: int, kind: str) -> Work:
     cache = vectors(1 << 21, key_format(layout(kind)))
     row_bytes = cache.storage.shape[1] * cache.storage.element_size()
     num_bytes = rows * length * (row_bytes + 4)
     page = 64
-    visible_from = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    visible_to = torch.full((rows,), length, dtype=torch.int32, device="cuda")
     weights = torch.randn(rows, INDEX_HEADS, device="cuda")
     calls = []
     for _ in range(min(num_sets(num_bytes), 6)):
         table = torch.randint(0, cache.num_slots // page, (rows, length // page), device="cuda").int()
         q = torch.randn(rows, INDEX_HEADS, INDEX_DIM, device="cuda", dtype=torch.bfloat16)
-        scores = torch.empty(rows, length, device="cuda")
+        scores, local = torch.empty(rows, length, device="cuda"), whole_rows(table, length)
 
-        def call(table=table, q=q, scores=scores) -> None:
-            indexer.score_tokens(
-                q,
-                weights,
-                cache,
-                table,
-                visible_from,
-                visible_to,
-                scores,
-                page_size=page,
-                rows_per_request=1,
-            )
+        def call(local=local, q=q, scores=scores) -> None:
+            indexer.score_tokens(q, weights, cache, local, scores)
 
         calls.append(call)
     return Work(name=f"index scores {kind}, T {rows} x {length}", num_bytes=num_bytes, calls=calls)
@@ -174,8 +183,7 @@ def index_scores(rows: int, length: int, kind: str) -> Work:
 def index_topk(rows: int, length: int) -> Work:
     page = 64
     table = torch.arange(rows * length // page, device="cuda").view(rows, -1).int()
-    visible_from = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    visible_to = torch.full((rows,), length, dtype=torch.int32, device="cuda")
+    local = whole_rows(table, length)
     indptr = torch.arange(rows + 1, device="cuda").int() * min(TOPK, length)
     num_bytes = rows * (length * 4 + TOPK * 4)
     calls = []
@@ -184,17 +192,7 @@ def index_topk(rows: int, length: int) -> Work:
         out = torch.empty(rows * TOPK, dtype=torch.int32, device="cuda")
 
         def call(scores=scores, out=out) -> None:
-            indexer.select_best(
-                scores,
-                table,
-                visible_from,
-                visible_to,
-                indptr,
-                out,
-                topk=TOPK,
-                page_size=page,
-                rows_per_request=1,
-            )
+            indexer.select_best(scores, local, indptr, out, topk=TOPK)
 
         calls.append(call)
     return Work(name=f"top-k {TOPK} of {length}, T {rows}", num_bytes=num_bytes, calls=calls)

@@ -32,7 +32,7 @@ class ExpertTiles:
 
 
 def group_pairs(experts: Tensor, num_experts: int, first_expert: int = 0) -> ExpertTiles:
-    """Pairs of experts [T, K] int32 grouped by expert, ascending within one.
+    """Pairs of experts [T, K] int32 or int64 grouped by expert, ascending within one.
 
     Experts outside first_expert..first_expert + num_experts - 1 (-1: a row that is not real) are in no tile.
     """
@@ -76,7 +76,8 @@ def _group_pairs(
     offset = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for at in range(0, num_pairs, BLOCK):
-        expert = tl.load(experts + at + offset, mask=at + offset < num_pairs, other=-1) - first_expert
+        expert = tl.load(experts + at + offset, mask=at + offset < num_pairs, other=-1).to(tl.int32)
+        expert -= first_expert
         is_held = (expert >= 0) & (expert < num_experts)
         counts += tl.histogram(
             tl.where(is_held, expert, 0), BLOCK_E, mask=is_held & (at + offset < num_pairs)
@@ -89,7 +90,7 @@ def _group_pairs(
     end = first_tile * M
     for at in range(0, num_pairs, BLOCK):
         pair = at + offset
-        expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1) - first_expert
+        expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first_expert
         is_own = (expert == own) & (pair < num_pairs)
         place = end + tl.cumsum(is_own.to(tl.int32), 0) - 1
         tl.store(pairs + place, pair, mask=is_own)

@@ -1,10 +1,10 @@
 """The lightning indexer on a GPU: scores of every visible token, and the slots of the best of them.
 
-T rows, B requests, P pages of a request, L local KV tokens, H indexer heads, D indexer dims.
-Rows of a request are neighbours: row t belongs to request t // rows_per_request. Tokens count from the
-request's first local one; page_table [B, P] holds the block of every page_size of them (with page_size 1:
-their slots).
+T rows, B requests, P pages of a request, L scores of a row, H indexer heads, D indexer dims. Tokens count
+from the request's first local one; a row's scores count from the first token that it sees.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,61 +12,82 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels_integration.kv_formats import StoredVectors
-from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format, token_slot
+from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format
 
 _SCORED_AT_ONCE = 64
 _RANKED_AT_ONCE = 2048
 _LISTED_AT_ONCE = 1024
 
 
-def score_tokens(
-    q_index: Tensor,
-    weights: Tensor,
-    index_keys: StoredVectors,
-    page_table: Tensor,
-    visible_from: Tensor,
-    visible_to: Tensor,
-    scores: Tensor,
-    *,
-    page_size: int,
-    rows_per_request: int,
-) -> None:
-    """scores[t, s] = sum_h weights[t, h] relu(q_index[t, h] . key[s] D**-0.5) of the visible tokens s.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRows:
+    """Which tokens of its request each row sees on this rank, and where they lie."""
 
-    q_index [T, H, D] bfloat16, float16 or float32, contiguous; weights [T, H] float32; visible_from,
-    visible_to [T] int; scores [T, L] float32. Tokens that no row of a request sees are not scored; the
-    others' scores are written for all its rows. Keys plain, or fp8 of at most 128 dims. Products in q's
-    dtype, sums in float32.
+    visible_from: Tensor
+    """[T] int32 or int64"""
+    visible_to: Tensor
+    """[T]; at most visible_from: the row sees nothing."""
+    request: Tensor
+    """[T] int32 or int64: a row of page_table."""
+    page_table: Tensor
+    """[B, P] int32 or int64: the block of every page_size tokens; with page_size 1 their slots."""
+    page_size: int
+    max_visible: int
+    """The host's upper bound of visible_to - visible_from."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.visible_to.shape[0]
+
+    def part(self, start: int, end: int) -> "LocalRows":
+        """Rows start..end - 1."""
+        return LocalRows(
+            visible_from=self.visible_from[start:end],
+            visible_to=self.visible_to[start:end],
+            request=self.request[start:end],
+            page_table=self.page_table,
+            page_size=self.page_size,
+            max_visible=self.max_visible,
+        )
+
+
+def score_tokens(
+    q_index: Tensor, weights: Tensor, index_keys: StoredVectors, rows: LocalRows, scores: Tensor
+) -> None:
+    """scores[t, s] = sum_h weights[t, h] relu(q_index[t, h] . key D**-0.5) of the s-th token that row t sees.
+
+    q_index [T, H, D] bfloat16, float16 or float32, contiguous; weights [T, H] float32; scores [T, L >=
+    max_visible] float32, written for visible tokens only. Keys plain, or fp8 of at most 128 dims. Products in
+    q's dtype, sums in float32.
     """
     T, H, D = q_index.shape
-    B = T // rows_per_request
-    L = scores.shape[1]
+    if T == 0 or rows.max_visible == 0:
+        return
     storage = index_keys.storage
     fp8 = fp8_format(index_keys)
-    scales = storage if fp8 is None else storage.view(torch.float32)
-    scale_at = 0 if fp8 is None else fp8.layout.scales_start // 4
     tokens = 32 if q_index.dtype == torch.float32 else _SCORED_AT_ONCE
-    _score_tokens[(triton.cdiv(L, tokens), B)](
+    # Neighbouring programs are rows of one request at the same tokens: they share keys in the L2 cache.
+    _score_tokens[(T, triton.cdiv(min(rows.max_visible, scores.shape[1]), tokens))](
         q_index,
         weights,
         storage,
-        scales,
-        page_table,
-        visible_from,
-        visible_to,
+        storage if fp8 is None else storage.view(torch.float32),
+        rows.page_table,
+        rows.visible_from,
+        rows.visible_to,
+        rows.request,
         scores,
         H,
         D**-0.5,
-        L,
-        page_table.shape[1],
-        page_table.stride(0),
+        scores.shape[1],
+        rows.page_table.shape[1] * rows.page_size,
+        rows.page_table.stride(0),
         storage.stride(0),
         scores.stride(0),
         weights.stride(0),
-        rows_per_request,
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=rows.page_size,
         IS_FP8=fp8 is not None,
-        SCALE_AT=scale_at,
+        SCALE_AT=0 if fp8 is None else fp8.layout.scales_start // 4,
         D=D,
         BLOCK_D=dot_size(D),
         BLOCK_H=dot_size(H),
@@ -78,6 +99,21 @@ def score_tokens(
 
 
 @triton.jit
+def _seen(visible_from, visible_to, row, num_tokens, most):
+    """(first token, number of tokens) of a row: inside its pages, and no more than `most`."""
+    first = tl.maximum(tl.load(visible_from + row), 0).to(tl.int32)
+    end = tl.minimum(tl.load(visible_to + row), num_tokens).to(tl.int32)
+    return first, tl.minimum(tl.maximum(end - first, 0), most)
+
+
+@triton.jit
+def _slot_of(page_table, request_at, token, mask, PAGE_SIZE: tl.constexpr):
+    """int64 slots of tokens; request_at: where the request's pages begin."""
+    block = tl.load(page_table + request_at + token // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
+    return block * PAGE_SIZE + token % PAGE_SIZE
+
+
+@triton.jit
 def _score_tokens(
     q_index,
     weights,
@@ -86,16 +122,16 @@ def _score_tokens(
     page_table,
     visible_from,
     visible_to,
+    request,
     scores,
     num_heads,
     dim_scale,
+    num_columns,
     num_tokens,
-    num_pages,
     stride_page,
     stride_key,
     stride_score,
     stride_weight,
-    rows_per_request,
     PAGE_SIZE: tl.constexpr,
     IS_FP8: tl.constexpr,
     SCALE_AT: tl.constexpr,
@@ -105,21 +141,15 @@ def _score_tokens(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    request = tl.program_id(1)
-    first_row = request * rows_per_request
-    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    seen_from, seen_to = num_tokens, 0
-    for row in range(first_row, first_row + rows_per_request):
-        row_from, row_to = tl.load(visible_from + row).to(tl.int32), tl.load(visible_to + row).to(tl.int32)
-        is_seen = row_to > row_from
-        seen_from = tl.where(is_seen, tl.minimum(seen_from, row_from), seen_from)
-        seen_to = tl.where(is_seen, tl.maximum(seen_to, row_to), seen_to)
-    seen_to = tl.minimum(seen_to, tl.minimum(num_tokens, num_pages * PAGE_SIZE))
-    first_token = tl.program_id(0) * BLOCK_N
-    if (first_token >= seen_to) | (first_token + BLOCK_N <= seen_from):
+    row = tl.program_id(0).to(tl.int64)
+    first, count = _seen(visible_from, visible_to, row, num_tokens, num_columns)
+    start = tl.program_id(1) * BLOCK_N
+    if start >= count:
         return
-    is_token = (token >= seen_from) & (token < seen_to)
-    slot = token_slot(page_table, stride_page, request, token, is_token, PAGE_SIZE)
+    column = start + tl.arange(0, BLOCK_N)
+    is_token = column < count
+    request_at = tl.load(request + row).to(tl.int64) * stride_page
+    slot = _slot_of(page_table, request_at, first + column, is_token, PAGE_SIZE)
     dim = tl.arange(0, BLOCK_D)
     key_at = keys + slot[:, None] * stride_key + dim[None, :]
     dtype = q_index.dtype.element_ty
@@ -133,60 +163,49 @@ def _score_tokens(
         scale = tl.zeros([BLOCK_N], tl.float32) + dim_scale
     head = tl.arange(0, BLOCK_H)
     is_head = head < num_heads
-    for row in range(first_row, first_row + rows_per_request):
-        wide_row = tl.full((), 0, tl.int64) + row
-        q_at = q_index + (wide_row * num_heads + head[:, None]) * D + dim[None, :]
-        query = tl.load(q_at, mask=is_head[:, None] & (dim < D)[None, :], other=0.0)
-        weight = tl.load(weights + wide_row * stride_weight + head, mask=is_head, other=0.0)
-        products = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale[:, None]
-        # A NaN stays one: relu keeps what is not below 0.
-        positive = tl.where(products < 0, 0.0, products)
-        score = tl.sum(tl.where(is_head[None, :], positive * weight[None, :], 0.0), 1)
-        tl.store(scores + wide_row * stride_score + token, score, mask=is_token)
+    q_at = q_index + (row * num_heads + head[:, None]) * D + dim[None, :]
+    query = tl.load(q_at, mask=is_head[:, None] & (dim < D)[None, :], other=0.0)
+    weight = tl.load(weights + row * stride_weight + head, mask=is_head, other=0.0)
+    products = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale[:, None]
+    # A NaN stays one: relu keeps what is not below 0.
+    positive = tl.where(products < 0, 0.0, products)
+    score = tl.sum(tl.where(is_head[None, :], positive * weight[None, :], 0.0), 1)
+    tl.store(scores + row * stride_score + column, score, mask=is_token)
 
 
-def select_best(
-    scores: Tensor,
-    page_table: Tensor,
-    visible_from: Tensor,
-    visible_to: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    *,
-    topk: int,
-    page_size: int,
-    rows_per_request: int,
-) -> None:
+def select_best(scores: Tensor, rows: LocalRows, kv_indptr: Tensor, kv_indices: Tensor, *, topk: int) -> None:
     """Slots of the min(topk, visible) tokens of the highest score of each row, ascending by token.
 
     Written to kv_indices [>= kv_indptr[T]] int32 or int64 at kv_indptr[t]..., where kv_indptr [T + 1] int32
     counts min(topk, visible) for every row. Of equal scores the lower token; -0.0 equals 0.0; NaN counts
-    as -inf. scores [T, L] float32, read where visible only.
+    as -inf. scores [T, L] float32 as from `score_tokens`.
     """
-    T, L = scores.shape
-    _select_best[(T,)](
+    if rows.num_rows == 0:
+        return
+    _select_best[(rows.num_rows,)](
         scores,
-        page_table,
-        visible_from,
-        visible_to,
+        rows.page_table,
+        rows.visible_from,
+        rows.visible_to,
+        rows.request,
         kv_indptr,
         kv_indices,
-        min(L, page_table.shape[1] * page_size),
+        scores.shape[1],
+        rows.page_table.shape[1] * rows.page_size,
         kv_indices.shape[0],
         topk,
-        page_table.stride(0),
+        rows.page_table.stride(0),
         scores.stride(0),
-        rows_per_request,
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=rows.page_size,
         BLOCK=_RANKED_AT_ONCE,
         num_warps=8,
     )
 
 
 @triton.jit
-def _ranks(scores, row_at, token, is_token):
+def _ranks(scores, column, is_token):
     """uint32 that grow with the scores: NaN as -inf, -0.0 as 0.0."""
-    score = tl.load(scores + row_at + token, mask=is_token, other=0.0)
+    score = tl.load(scores + column, mask=is_token, other=0.0)
     score = tl.where(score == score, score, float("-inf"))
     score = tl.where(score == 0.0, 0.0, score)
     bits = score.to(tl.uint32, bitcast=True)
@@ -199,39 +218,38 @@ def _select_best(
     page_table,
     visible_from,
     visible_to,
+    request,
     kv_indptr,
     kv_indices,
+    num_columns,
     num_tokens,
     num_indices,
     topk,
     stride_page,
     stride_score,
-    rows_per_request,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The k-th largest rank digit by digit, from the highest; then one pass that lists what is chosen."""
-    row = tl.program_id(0)
-    request = row // rows_per_request
-    row_at = row.to(tl.int64) * stride_score
-    first = tl.maximum(tl.load(visible_from + row).to(tl.int32), 0)
-    end = tl.minimum(tl.load(visible_to + row).to(tl.int32), num_tokens)
+    row = tl.program_id(0).to(tl.int64)
+    first, count = _seen(visible_from, visible_to, row, num_tokens, num_columns)
+    row_scores = scores + row * stride_score
+    request_at = tl.load(request + row).to(tl.int64) * stride_page
     offset = tl.arange(0, BLOCK)
     # Without a cut every rank is above the threshold or ties with it, and there is room for all.
     threshold = tl.zeros([], tl.uint32)
     free = tl.zeros([], tl.int32) + topk
-    if end - first > topk:
+    if count > topk:
         bin_ = tl.arange(0, 256)
         for digit in tl.static_range(4):
-            shift: tl.constexpr = 24 - 8 * digit
             counts = tl.zeros([256], tl.int32)
-            for at in range(first, end, BLOCK):
-                token = at + offset
-                is_token = token < end
-                rank = _ranks(scores, row_at, token, is_token)
+            for at in range(0, count, BLOCK):
+                is_token = at + offset < count
+                rank = _ranks(row_scores, at + offset, is_token)
                 if digit > 0:
-                    is_token = is_token & (rank >> (shift + 8) == threshold)
-                counts += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=is_token)
+                    is_token = is_token & (rank >> (32 - 8 * digit) == threshold)
+                value = (rank >> (24 - 8 * digit)) & 255
+                counts += tl.histogram(value.to(tl.int32), 256, mask=is_token)
             at_least = tl.cumsum(counts, 0, reverse=True)
             chosen_bin = tl.sum((at_least >= free).to(tl.int32), 0) - 1
             free -= tl.sum(tl.where(bin_ == chosen_bin, at_least - counts, 0), 0)
@@ -239,47 +257,34 @@ def _select_best(
     out = tl.load(kv_indptr + row)
     room = tl.minimum(tl.load(kv_indptr + row + 1), num_indices)
     num_tied = 0
-    for at in range(first, end, BLOCK):
-        token = at + offset
-        is_token = token < end
-        rank = _ranks(scores, row_at, token, is_token)
+    for at in range(0, count, BLOCK):
+        is_token = at + offset < count
+        rank = _ranks(row_scores, at + offset, is_token)
         tied = is_token & (rank == threshold)
         tied_before = num_tied + tl.cumsum(tied.to(tl.int32), 0)
         chosen = (is_token & (rank > threshold)) | (tied & (tied_before <= free))
         place = out + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        slot = token_slot(page_table, stride_page, request, token, chosen, PAGE_SIZE)
+        slot = _slot_of(page_table, request_at, first + at + offset, chosen, PAGE_SIZE)
         tl.store(kv_indices + place, slot.to(kv_indices.dtype.element_ty), mask=chosen & (place < room))
         num_tied += tl.sum(tied.to(tl.int32), 0)
         out += tl.sum(chosen.to(tl.int32), 0)
 
 
-def list_visible(
-    page_table: Tensor,
-    visible_from: Tensor,
-    visible_to: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    *,
-    max_tokens: int,
-    page_size: int,
-    rows_per_request: int,
-) -> None:
-    """Slots of every token that a row sees, for dense attention; arguments as for `select_best`.
-
-    max_tokens: host bound of visible_to.
-    """
-    T = visible_to.shape[0]
-    _list_visible[(triton.cdiv(max_tokens, _LISTED_AT_ONCE), T)](
-        page_table,
-        visible_from,
-        visible_to,
+def list_visible(rows: LocalRows, kv_indptr: Tensor, kv_indices: Tensor) -> None:
+    """Slots of every token that a row sees, for dense attention; arguments as for `select_best`."""
+    if rows.num_rows == 0 or rows.max_visible == 0:
+        return
+    _list_visible[(rows.num_rows, triton.cdiv(rows.max_visible, _LISTED_AT_ONCE))](
+        rows.page_table,
+        rows.visible_from,
+        rows.visible_to,
+        rows.request,
         kv_indptr,
         kv_indices,
-        min(max_tokens, page_table.shape[1] * page_size),
+        rows.page_table.shape[1] * rows.page_size,
         kv_indices.shape[0],
-        page_table.stride(0),
-        rows_per_request,
-        PAGE_SIZE=page_size,
+        rows.page_table.stride(0),
+        PAGE_SIZE=rows.page_size,
         BLOCK=_LISTED_AT_ONCE,
         num_warps=4,
     )
@@ -290,21 +295,21 @@ def _list_visible(
     page_table,
     visible_from,
     visible_to,
+    request,
     kv_indptr,
     kv_indices,
     num_tokens,
     num_indices,
     stride_page,
-    rows_per_request,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1)
-    first = tl.maximum(tl.load(visible_from + row).to(tl.int32), 0)
-    end = tl.minimum(tl.load(visible_to + row).to(tl.int32), num_tokens)
-    token = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < end
-    slot = token_slot(page_table, stride_page, row // rows_per_request, token, is_token, PAGE_SIZE)
-    place = tl.load(kv_indptr + row) + token - first
+    row = tl.program_id(0).to(tl.int64)
+    first, count = _seen(visible_from, visible_to, row, num_tokens, num_indices)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = column < count
+    request_at = tl.load(request + row).to(tl.int64) * stride_page
+    slot = _slot_of(page_table, request_at, first + column, is_token, PAGE_SIZE)
+    place = tl.load(kv_indptr + row) + column
     room = tl.minimum(tl.load(kv_indptr + row + 1), num_indices)
     tl.store(kv_indices + place, slot.to(kv_indices.dtype.element_ty), mask=is_token & (place < room))

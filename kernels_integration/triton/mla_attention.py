@@ -25,7 +25,13 @@ from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format
 _LOG2_E = 1.4426950408889634
 _MERGED_AT_ONCE = 16
 _ROWS_PER_PART = 4
-"""From this many rows for each worker on, every row is a program of its own: splitting brings nothing."""
+FP8_LATENTS = (FP8_TILE, 2 * FP8_TILE, 4 * FP8_TILE)
+"""Latent ranks that are read in fp8."""
+
+
+def runs_rows_alone(rows: int, num_parts: int) -> bool:
+    """Whether every row is a program of its own: of many rows for each worker splitting brings nothing."""
+    return num_parts == 1 or rows >= _ROWS_PER_PART * num_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +76,6 @@ def run(
     kv_indices = check_fit(plan, q, kv, o, lse)
     _require_types(q, kv)
     split = plan.split
-    if split is None:
-        raise PlanError("the plan has no work items; build it for a number of parts")
     if plan.rows == 0:
         return
     H, C = o.shape[1], o.shape[2]
@@ -79,24 +83,30 @@ def run(
     storage = kv.storage
     fp8 = fp8_format(kv)
     tiles = tiles or AttentionTiles.choose(H, q.dtype, storage.element_size())
-    rows_alone = split.num_parts == 1 or plan.rows >= _ROWS_PER_PART * split.num_parts
-    partial_rows = 0 if rows_alone else split.num_partial_rows
+    rows_alone = split is None or runs_rows_alone(plan.rows, split.num_parts)
+    if rows_alone:
+        # Nothing of these is read.
+        work_indptr, work_info, num_programs, partial_rows = plan.kv_indptr, plan.kv_indptr, plan.rows, 0
+    else:
+        assert split is not None
+        work_indptr, work_info = split.work_indptr, split.work_info
+        num_programs, partial_rows = split.num_parts, split.num_partial_rows
     partial_o = torch.empty(max(partial_rows, 1), H, C, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(max(partial_rows, 1), H, dtype=torch.float32, device=q.device)
     head_tiles = triton.cdiv(H, tiles.heads)
     # Neighbouring programs share a part's KV: the second finds it in the L2 cache.
-    grid = (head_tiles * (plan.rows if rows_alone else split.num_parts),)
+    grid = (head_tiles * num_programs,)
     common = {
         "q": q,
         "kv_indices": kv_indices,
         "kv_indptr": plan.kv_indptr,
-        "work_indptr": split.work_indptr,
-        "work_info": split.work_info,
+        "work_indptr": work_indptr,
+        "work_info": work_info,
         "o": o,
         "lse": lse,
         "partial_o": partial_o,
         "partial_lse": partial_lse,
-        "max_items": split.work_info.shape[0],
+        "max_items": work_info.shape[0],
         "num_indices": kv_indices.shape[0],
         "num_heads": H,
         "score_scale": sm_scale * _LOG2_E,
@@ -132,6 +142,7 @@ def run(
     else:
         _attend_plain[grid](**common, kv=storage, stride_kv=storage.stride(0), BLOCK_C=dot_size(C))
     if partial_rows:
+        assert split is not None
         _merge_parts[(plan.rows, H)](
             partial_o,
             partial_lse,
@@ -158,8 +169,7 @@ def _require_types(q: Tensor, kv: StoredVectors) -> None:
     if q.stride(2) != 1:
         raise PlanError("q's last dimension must be contiguous for the Triton kernel")
     known = isinstance(kv.format, PlainFormat) or (
-        isinstance(kv.format, Fp8Format)
-        and kv.format.layout.num_fp8 in (FP8_TILE, 2 * FP8_TILE, 4 * FP8_TILE)
+        isinstance(kv.format, Fp8Format) and kv.format.layout.num_fp8 in FP8_LATENTS
     )
     if not known:
         raise PlanError(
@@ -508,12 +518,13 @@ def _merge_parts(
     in_c = column < C
     acc = tl.zeros([BLOCK_C], tl.float32)
     for at in range(first, end, BLOCK_S):
-        entry = at + tl.arange(0, BLOCK_S)
-        part = tl.load(reduce_partial_map + entry, mask=entry < end, other=0).to(tl.int64)
-        part_lse = tl.load(partial_lse + part * num_heads + head, mask=entry < end, other=float("-inf"))
-        weight = tl.exp(part_lse - base)
+        tile_entry = at + tl.arange(0, BLOCK_S)
+        is_entry = tile_entry < end
+        tile_part = tl.load(reduce_partial_map + tile_entry, mask=is_entry, other=0).to(tl.int64)
+        tile_lse = tl.load(partial_lse + tile_part * num_heads + head, mask=is_entry, other=float("-inf"))
+        weight = tl.exp(tile_lse - base)
         out = tl.load(
-            partial_o + (part[:, None] * num_heads + head) * C + column[None, :],
+            partial_o + (tile_part[:, None] * num_heads + head) * C + column[None, :],
             mask=(weight > 0)[:, None] & in_c[None, :],
             other=0.0,
         )

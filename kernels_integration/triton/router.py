@@ -16,7 +16,7 @@ def route(
     normalise: bool,
     scaling_factor: float,
 ) -> None:
-    """Experts [T, K] int32 and weights [T, K] float32 of router logits [T, E] float32; bias [E] float32.
+    """Experts [T, K] int32 or int64 and weights [T, K] of router logits [T, E]; bias [E]; all float32.
 
     p = sigmoid(logits), c = p + bias; of the topk_group groups with the largest sum of their 2 best c the K
     best c, best first; weights are their p, over their sum + 1e-20 if normalise, times scaling_factor. Of

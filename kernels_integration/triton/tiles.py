@@ -1,8 +1,7 @@
-"""Sizes and small pieces that the kernels share."""
+"""What the launches of several kernels share."""
 
 import torch
 import triton
-import triton.language as tl
 
 from kernels_integration.kv_formats import Fp8Format, StoredVectors
 
@@ -23,11 +22,3 @@ def dot_precision(dtype: torch.dtype) -> str:
 def fp8_format(vectors: StoredVectors) -> Fp8Format | None:
     """The format of fp8 vectors; None: plain ones."""
     return vectors.format if isinstance(vectors.format, Fp8Format) else None
-
-
-@triton.jit
-def token_slot(page_table, stride_request, request, token, mask, PAGE_SIZE: tl.constexpr):
-    """int64 slots of tokens of a request: page_table holds a block id for every PAGE_SIZE tokens."""
-    place = page_table + request.to(tl.int64) * stride_request + token // PAGE_SIZE
-    block = tl.load(place, mask=mask, other=0).to(tl.int64)
-    return block * PAGE_SIZE + token % PAGE_SIZE

@@ -13,6 +13,7 @@ from kernels_integration.kv_layout import KVLayout
 from kernels_integration.reference.selection import select_topk
 from kernels_integration.rows import RowBatch, RowGroup
 from kernels_integration.triton import indexer
+from kernels_integration.triton.indexer import LocalRows
 from tests.support.guarded import Guarded
 
 gpu = pytest.mark.gpu
@@ -20,7 +21,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 class IndexerCase:
-    """Requests with their own pages in random order; row t sees tokens visible_from[t]..visible_to[t] - 1."""
+    """Requests with their own pages in random order; row t sees tokens visible_from[t]..visible_to[t] - 1.
+
+    Scores of a row begin with its first visible token.
+    """
 
     def __init__(
         self,
@@ -59,28 +63,24 @@ class IndexerCase:
         self.weights_cpu = torch.randn(self.T, heads, generator=generator)
         self.q = Guarded.of(self.q_cpu, device).tensor
         self.weights = Guarded.of(self.weights_cpu, device).tensor
-        self.table = Guarded.of(table.int(), device).tensor
         self.visible_from_cpu = torch.tensor([start for start, _ in bounds])
         self.visible_to_cpu = torch.tensor([to for _, to in bounds])
-        self.visible_from = Guarded.of(self.visible_from_cpu.int(), device).tensor
-        self.visible_to = Guarded.of(self.visible_to_cpu.int(), device).tensor
+        request = torch.arange(B).repeat_interleave(rows_per_request)
+        self.rows = LocalRows(
+            visible_from=Guarded.of(self.visible_from_cpu.int(), device).tensor,
+            visible_to=Guarded.of(self.visible_to_cpu.int(), device).tensor,
+            request=Guarded.of(request, device).tensor,
+            page_table=Guarded.of(table.int(), device).tensor,
+            page_size=page_size,
+            max_visible=self.length,
+        )
         self.scores = Guarded((self.T, self.length), torch.float32, device)
 
     def row_slots(self, row: int) -> Tensor:
         return self.slots[row // self.rows_per_request]
 
     def score(self) -> Tensor:
-        indexer.score_tokens(
-            self.q,
-            self.weights,
-            self.keys,
-            self.table,
-            self.visible_from,
-            self.visible_to,
-            self.scores.tensor,
-            page_size=self.page_size,
-            rows_per_request=self.rows_per_request,
-        )
+        indexer.score_tokens(self.q, self.weights, self.keys, self.rows, self.scores.tensor)
         self.scores.check()
         return self.scores.tensor.cpu()
 
@@ -95,7 +95,10 @@ class IndexerCase:
             start, to = int(self.visible_from_cpu[row]), int(self.visible_to_cpu[row])
             expected = self.expected_scores(row)[start:to]
             tolerance = TOLERANCE[self.q.dtype] * max(float(expected.abs().max()), 1.0) if to > start else 0
-            torch.testing.assert_close(scores[row, start:to].double(), expected, rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                scores[row, : to - start].double(), expected[: to - start], rtol=0, atol=tolerance
+            )
+            assert scores[row, max(to - start, 0) :].isnan().all(), "the score of a token that is not seen"
 
     def select(self, topk: int, scores: Tensor | None = None) -> list[list[int]]:
         """Selected slots of each row by the kernel, from its own scores or those given."""
@@ -107,15 +110,7 @@ class IndexerCase:
         indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         kv_indices = Guarded((int(indptr[-1]) + 5,), torch.int64, self.q.device)
         indexer.select_best(
-            self.scores.tensor,
-            self.table,
-            self.visible_from,
-            self.visible_to,
-            indptr.to(self.q.device),
-            kv_indices.tensor,
-            topk=topk,
-            page_size=self.page_size,
-            rows_per_request=self.rows_per_request,
+            self.scores.tensor, self.rows, indptr.to(self.q.device), kv_indices.tensor, topk=topk
         )
         kv_indices.check()
         written = kv_indices.tensor.cpu()
@@ -127,7 +122,9 @@ class IndexerCase:
         selections = []
         for row in range(self.T):
             start, to = int(self.visible_from_cpu[row]), int(self.visible_to_cpu[row])
-            values = scores[row, start:to].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            values = scores[row, : max(to - start, 0)].nan_to_num(
+                nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
+            )
             best = values.sort(descending=True, stable=True).indices[:topk].sort().values + start
             selections.append(self.row_slots(row)[best].tolist())
         return selections
@@ -203,16 +200,7 @@ def test_dense_rows_list_every_visible_slot(device):
     counts = (case.visible_to_cpu - case.visible_from_cpu).clamp_min(0)
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     kv_indices = Guarded((int(indptr[-1]),), torch.int32, device)
-    indexer.list_visible(
-        case.table,
-        case.visible_from,
-        case.visible_to,
-        indptr.to(device),
-        kv_indices.tensor,
-        max_tokens=case.length,
-        page_size=case.page_size,
-        rows_per_request=1,
-    )
+    indexer.list_visible(case.rows, indptr.to(device), kv_indices.tensor)
     kv_indices.check()
     for row, (start, to) in enumerate(EDGES):
         written = kv_indices.tensor[indptr[row] : indptr[row + 1]].cpu()

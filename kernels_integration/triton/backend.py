@@ -1,0 +1,259 @@
+"""The Triton backend: kernels of this folder, and torch's library for plain matrix products."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels_integration.backend import Routing
+from kernels_integration.dcp import DcpGroup, merge_attention
+from kernels_integration.kv_formats import StoredVectors
+from kernels_integration.kv_layout import FP8_DS_MLA, FP8_TILE
+from kernels_integration.plan import SparseMLAPlan, plan_from_indptr
+from kernels_integration.reference import layers, selection
+from kernels_integration.reference.rows import in_groups
+from kernels_integration.registry import Capabilities, Needs
+from kernels_integration.rows import Rows, Selection
+from kernels_integration.triton import (
+    activation,
+    cache_write,
+    experts,
+    indexer,
+    mla_attention,
+    norms,
+    plan_build,
+    router,
+)
+from kernels_integration.triton.rows import local_rows, slots_of
+from kernels_integration.weight import Weight
+
+CAPABILITIES = Capabilities(
+    dtypes=frozenset({"float32", "bfloat16"}),
+    kv_cache_dtypes=frozenset({"float32", "bfloat16", FP8_DS_MLA}),
+    indexer_kv_dtypes=frozenset({"float32", "bfloat16", "fp8"}),
+)
+_MIN_CAPABILITY = (9, 0)
+_SCORE_BYTES = 512 << 20
+"""Of indexer scores at a time: rows of a long prompt are scored in turns."""
+
+
+def refusal(needs: Needs) -> str | None:
+    if not torch.cuda.is_available():
+        return "this machine's torch finds no GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < _MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, it needs 9.0 or higher"
+    if needs.kv_cache_dtype == FP8_DS_MLA and needs.latent_rank not in mla_attention.FP8_LATENTS:
+        sizes = ", ".join(map(str, mla_attention.FP8_LATENTS))
+        return f"it does not take {FP8_DS_MLA} latents of {needs.latent_rank} values, only {sizes}"
+    if needs.indexer_kv_dtype == "fp8" and needs.index_dim > FP8_TILE:
+        return f"it does not take fp8 indexer keys of {needs.index_dim} values, only up to {FP8_TILE}"
+    reason = CAPABILITIES.refusal(needs)
+    if reason is None:
+        _probe()
+    return reason
+
+
+def create(needs: Needs) -> "TritonBackend":
+    return TritonBackend(getattr(torch, needs.dtype), torch.device(needs.device))
+
+
+def _probe() -> None:
+    """Compile and run one kernel: a driver or compiler that does not fit raises here, not in a request."""
+    x = torch.ones(1, 16, device="cuda")
+    norms.rms_norm(x, x[0], 0.0, x)
+    if not torch.allclose(x, torch.ones_like(x)):
+        raise RuntimeError("a kernel compiled here gives wrong numbers")
+
+
+class GroupedExperts:
+    """Routed experts as two grouped products."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int) -> None:
+        self._gate_up, self._down = gate_up.contiguous(), down.contiguous()
+        self._first_expert = first_expert
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        tiles = experts.group_pairs(chosen, self._gate_up.shape[0], self._first_expert)
+        experts.run_experts(x, self._gate_up, self._down, tiles, weights, out)
+        return out
+
+
+class MatrixProduct:
+    """x [n, in] -> x W^T [n, out] by torch's library."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight)
+
+
+class TritonBackend:
+    """Plans with a split over the GPU's multiprocessors; products are in the model's dtype, sums in float32.
+
+    What the rows of a pass need in the kernels' form is made once a pass: the last rows are remembered.
+    """
+
+    name = "triton"
+    keeps_transposes = False
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cuda", num_parts: int = 0) -> None:
+        """dtype: what fp8 weights become. num_parts: workers of a plan; 0: one for each multiprocessor."""
+        self._dtype = dtype
+        self.device = torch.device(device)
+        self._num_parts = num_parts or _num_multiprocessors(self.device)
+        self._last_rows: tuple[Rows, _PassRows] | None = None
+
+    def linear(self, weight: Weight) -> MatrixProduct:
+        return MatrixProduct(weight.dequantized(self._dtype))
+
+    def experts(
+        self, gate_up: Weight, down: Weight, *, first_expert: int, num_experts: int
+    ) -> GroupedExperts:
+        return GroupedExperts(gate_up.dequantized(self._dtype), down.dequantized(self._dtype), first_expert)
+
+    def head_product(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        product = torch.bmm(x.to(weight.dtype).transpose(0, 1), weight).transpose(0, 1)
+        return product if out is None else out.copy_(product)
+
+    def embed(self, token_ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+        return layers.embed(token_ids, table, first_id)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        norms.rms_norm(x, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, h: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(h)
+        norms.add_rms_norm(x, h, weight, eps, out)
+        return out
+
+    def rotary_table(self, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
+        """[T, R/2, 2] float32: cosine and sine."""
+        return torch.view_as_real(layers.rotary_table(positions, frequencies, factor))
+
+    def rotate(self, x: Tensor, rope: Tensor, out: Tensor | None = None) -> None:
+        out = x if out is None else out
+        norms.rotate_pairs(_with_heads(x), rope, _with_heads(out))
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        activation.swiglu(gate_up, out)
+        return out
+
+    def route(self, x: Tensor, weight: Tensor, bias: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        logits = x.to(weight.dtype) @ weight.t()
+        chosen = torch.empty(x.shape[0], routing.topk, dtype=torch.int64, device=x.device)
+        weights = torch.empty(x.shape[0], routing.topk, dtype=torch.float32, device=x.device)
+        router.route(
+            logits,
+            bias,
+            chosen,
+            weights,
+            num_groups=routing.num_groups,
+            topk_group=routing.topk_group,
+            normalise=routing.normalise,
+            scaling_factor=routing.scaling_factor,
+        )
+        return chosen, weights
+
+    def write_latents(
+        self, latents: Tensor, norm: Tensor, eps: float, rope: Tensor, cache: StoredVectors, rows: Rows
+    ) -> None:
+        cache_write.write_latents(latents, norm, eps, rope, slots_of(rows), cache)
+
+    def write_index_keys(
+        self,
+        keys: Tensor,
+        norm: Tensor,
+        norm_bias: Tensor,
+        eps: float,
+        rope: Tensor,
+        cache: StoredVectors,
+        rows: Rows,
+    ) -> None:
+        cache_write.write_index_keys(keys, norm, norm_bias, eps, rope, slots_of(rows), cache)
+
+    def select_visible(self, rows: Rows, dcp: DcpGroup) -> Selection:
+        made = self._rows_of_pass(rows, dcp)
+        kv_indptr, kv_indices = made.pointers(made.local.max_visible)
+        indexer.list_visible(made.local, kv_indptr, kv_indices)
+        return Selection(kv_indptr=kv_indptr, kv_indices=kv_indices)
+
+    def select_topk(
+        self, q: Tensor, weights: Tensor, keys: StoredVectors, rows: Rows, topk: int, dcp: DcpGroup
+    ) -> Selection:
+        if dcp.size > 1:
+            # The ranks' candidates are merged by torch's code.
+            return selection.select_topk(q, weights, keys, in_groups(rows, dcp), topk, dcp)
+        if rows.max_visible <= topk:
+            return self.select_visible(rows, dcp)
+        made = self._rows_of_pass(rows, dcp)
+        kv_indptr, kv_indices = made.pointers(topk)
+        width = made.local.max_visible
+        rows_at_once = max(1, _SCORE_BYTES // (4 * width))
+        scores = torch.empty(min(rows.num_rows, rows_at_once), width, dtype=torch.float32, device=self.device)
+        for start in range(0, rows.num_rows, rows_at_once):
+            end = min(start + rows_at_once, rows.num_rows)
+            part, part_scores = made.local.part(start, end), scores[: end - start]
+            indexer.score_tokens(q[start:end], weights[start:end], keys, part, part_scores)
+            indexer.select_best(part_scores, part, kv_indptr[start : end + 1], kv_indices, topk=topk)
+        return Selection(kv_indptr=kv_indptr, kv_indices=kv_indices)
+
+    def plan(self, selection: Selection, like: SparseMLAPlan | None = None) -> SparseMLAPlan:
+        if like is not None and like.kv_indptr is selection.kv_indptr:
+            return like.with_indices(selection.kv_indices)
+        rows = selection.kv_indptr.shape[0] - 1
+        if mla_attention.runs_rows_alone(rows, self._num_parts):
+            return plan_from_indptr(selection.kv_indptr, None, kv_indices=selection.kv_indices)
+        return plan_build.build_plan_from_indptr(
+            selection.kv_indptr, self._num_parts, kv_indices=selection.kv_indices
+        )
+
+    def attention_dtype(self, dtype: torch.dtype, *, is_merged: bool) -> torch.dtype:
+        return torch.float32 if is_merged else dtype
+
+    def attend(
+        self, plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
+    ) -> None:
+        mla_attention.run(plan, q, kv, o, lse, sm_scale=sm_scale)
+
+    def merge(self, o: Tensor, lse: Tensor, dcp: DcpGroup) -> Tensor:
+        return merge_attention(o, lse, dcp)
+
+    def _rows_of_pass(self, rows: Rows, dcp: DcpGroup) -> "_PassRows":
+        if self._last_rows is not None and self._last_rows[0] is rows:
+            return self._last_rows[1]
+        made = _PassRows(local_rows(rows, dcp))
+        self._last_rows = rows, made
+        return made
+
+
+class _PassRows:
+    """The rows of one pass, with the pointers that all its layers share."""
+
+    def __init__(self, local: indexer.LocalRows) -> None:
+        self.local = local
+        self._indptr: dict[int, Tensor] = {}
+
+    def pointers(self, most: int) -> tuple[Tensor, Tensor]:
+        """(kv_indptr [T + 1] int32 of min(most, visible) tokens a row, room for their slots).
+
+        The same kv_indptr every time, so that a plan's split is known to fit.
+        """
+        local = self.local
+        if most not in self._indptr:
+            counts = (local.visible_to - local.visible_from).clamp(0, most)
+            self._indptr[most] = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        room = local.num_rows * min(most, local.max_visible)
+        return self._indptr[most], torch.empty(room, dtype=torch.int32, device=local.visible_to.device)
+
+
+def _with_heads(x: Tensor) -> Tensor:
+    """[T, H, R] of [T, ..., R]."""
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
