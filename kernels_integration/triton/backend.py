@@ -246,8 +246,10 @@ class _PassRows:
         if most not in self._indptr:
             counts = (local.visible_to - local.visible_from).clamp(0, most)
             self._indptr[most] = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        room = local.num_rows * min(most, local.max_visible)
-        return self._indptr[most], torch.empty(room, dtype=torch.int32, device=local.visible_to.device)
+        kv_indptr = self._indptr[most]
+        on_host = kv_indptr.device.type == "cpu"  # where plans are exact: Triton's interpreter
+        room = int(kv_indptr[-1]) if on_host else local.num_rows * min(most, local.max_visible)
+        return kv_indptr, torch.empty(room, dtype=torch.int32, device=local.visible_to.device)
 
 
 def _with_heads(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from actors.model.config import ModelConfig
 from actors.model.model import load_model
+from kernels_integration.backend import Backend
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.dcp import DcpGroup, Exchange
@@ -38,6 +39,7 @@ class Rank:
         expert_parallel: bool = False,
         kv_cache_dtype: str | None = None,
         device: torch.device | str | None = None,
+        backend: Callable[[torch.dtype, torch.device], Backend] = TorchBackend,
     ) -> None:
         """device: its rows are in the form of devices; None: in the host's, on the CPU."""
         self.device = device
@@ -47,7 +49,7 @@ class Rank:
             self.config,
             path,
             dtype=dtype,
-            backend=TorchBackend(dtype, device or "cpu"),
+            backend=backend(dtype, torch.device(device or "cpu")),
             tp=tp or SoloCollectives(),
             dcp=self.dcp,
             num_mtp_layers=num_mtp_layers,
