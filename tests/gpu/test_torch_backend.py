@@ -33,4 +33,5 @@ def test_a_forward_pass(tmp_path, device, kv_cache_dtype):
         assert logits.device.type == torch.device(where or "cpu").type
         results.append(logits.cpu())
     cpu, gpu = results
-    assert (cpu - gpu).abs().max() < 1e-9
+    # fp8 scales are float32: a value on the edge between two fp8 numbers may fall to either side.
+    assert (cpu - gpu).abs().max() < (1e-9 if kv_cache_dtype is None else 1e-4)

@@ -24,7 +24,7 @@ def triton_backend(dtype: torch.dtype, device: torch.device) -> Backend:
 
 
 def passes(rank: Rank) -> list[Tensor]:
-    """h of a prefill in two chunks and of a verify of mixed lengths, z of an MTP pass: float64, on the CPU."""
+    """h of a prefill in two chunks and of a mixed verify, and z of an MTP pass: float64, on the CPU."""
     results = []
     ends = [len(prompt) - 3 for prompt in PROMPTS]
     for cuts in ([(0, end // 2) for end in ends], [(end // 2, end) for end in ends]):
