@@ -94,6 +94,42 @@ def test_a_server_and_an_engine_of_ones_own_write_the_same(served: Served) -> No
     assert by_index[0] == by_index[1]
 
 
+def test_a_server_and_an_engine_of_ones_own_tell_the_same_log_probabilities(served: Served) -> None:
+    flags = (
+        *("generate", "--temperature", "0", "--max-tokens", "4", "--json", "The king"),
+        *("--logprobs", "2", "--prompt-logprobs", "1", "--logit-bias", '{"5": -100}'),
+    )
+    remote = run(*flags, "--server", served.address)
+    local = run(*flags, "--dtype", "float64", *SMALL)
+    assert remote.returncode == local.returncode == 0, remote.stderr + local.stderr
+    one, other = (json.loads(done.stdout) for done in (remote, local))
+    assert len(one["logprobs"]) == len(one["token_ids"]) == 4
+    assert one["prompt_logprobs"][0] is None
+    assert len(one["prompt_logprobs"]) == one["num_prompt_tokens"]
+    for name in ("logprobs", "prompt_logprobs"):
+        for mine, theirs in zip(one[name], other[name], strict=True):
+            assert (mine is None) == (theirs is None)
+            assert list(mine or {}) == list(theirs or {})
+            assert list((mine or {}).values()) == pytest.approx(list((theirs or {}).values()), abs=1e-4)
+    for tokens, token_id in zip(one["logprobs"], one["token_ids"], strict=True):
+        assert next(iter(tokens)) == str(token_id)
+
+
+def test_the_default_length_ends_at_the_context(served: Served) -> None:
+    ids_left = 6
+    prompt = "word " * (256 - ids_left - 1)  # and the beginning of text
+    flags = ("generate", "--temperature", "0", "--json", "--ignore-eos", prompt)
+    for where in (("--server", served.address), SMALL):
+        done = run(*flags, *where)
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert answer["num_prompt_tokens"] + len(answer["token_ids"]) == 256
+        assert answer["finish_reason"] == "length"
+        refused = run(*flags, "--max-tokens", "100", *where)
+        assert refused.returncode == 2
+        assert "max_tokens is 100; the prompt has" in refused.stderr
+
+
 def test_the_servers_refusal_is_exit_code_2(served: Served) -> None:
     done = run("generate", "--server", served.address, "word " * 300)
     assert done.returncode == 2

@@ -108,9 +108,16 @@ def test_nothing_runs_when_one_prompt_is_bad(llm: LLM) -> None:
         llm.chat([user("x"), [{"role": "robot", "content": "x"}]], GREEDY)
     with pytest.raises(InvalidRequestError, match="2 sampling_params for 3 prompts"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
-    for params in ({"temperature": 0}, [{"temperature": 0}], "greedy"):
+    for params in ({"temperature": 0}, [{"temperature": 0}], "greedy", 5, GREEDY.temperature):
         with pytest.raises(InvalidRequestError, match=r"sampling_params is .*; it must be SamplingParams"):
             llm.generate(["a"], params)  # type: ignore[arg-type]
+    for prompts in (5, None):
+        with pytest.raises(InvalidRequestError, match=r"prompts is .*; it must be one, or a list of them"):
+            llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="messages is 5"):
+        llm.chat(5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"prompt 0: max_tokens is 300; .*max_model_len 256"):
+        llm.generate("The king", SamplingParams(max_tokens=300))
     assert llm.stats().num_steps == steps
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
 
