@@ -9,7 +9,7 @@ from actors.detokenizer import IncrementalDetokenizer
 from actors.requests import FinishReason, Request
 
 
-class _StopString:
+class StopString:
     """Reads text in pieces and looks for one string in it (Knuth, Morris and Pratt): linear in the text."""
 
     __slots__ = ("_borders", "_text", "num_matched")
@@ -59,7 +59,7 @@ class StopStringFinder:
 
     def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stop = tuple((text, _StopString(text)) for text in stop)
+        self._stop = tuple((text, StopString(text)) for text in stop)
         # An unfinished UTF-8 sequence has no text yet; it can only begin a stop that starts outside ASCII.
         self._holds_unfinished = any(not text[0].isascii() for text in stop)
         self._num_unfinished = 0

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import tokenizers
 
+from actors.coordinator.stopping import StopString
 from actors.detokenizer import IncrementalDetokenizer
 from actors.requests import RequestUpdate
 from actors.sampling_params import SamplingParams
@@ -15,7 +16,16 @@ class TextStream:
     All returned pieces, joined, are the completion's text, which ends before the stop string.
     """
 
-    __slots__ = ("_decided", "_detokenizer", "_held", "_include_stop", "_min_tokens", "_num_tokens", "_stop")
+    __slots__ = (
+        "_begin",
+        "_decided",
+        "_detokenizer",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_num_tokens",
+        "_stop",
+    )
 
     def __init__(
         self,
@@ -31,10 +41,12 @@ class TextStream:
         include_stop: the text ends after the stop string, or the token, that ended the stream.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stop = tuple(stop)
+        self._stop = tuple((text, StopString(text)) for text in stop)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._held = ""
+        self._begin: int | None = None
+        """Where in `_held` the first stop string stands that counts."""
         self._decided = 0
         """Characters of `_held` in which no stop string counts that ends there."""
         self._num_tokens = 0
@@ -69,12 +81,14 @@ class TextStream:
         num_undecidable = min(max(self._min_tokens - self._num_tokens, 0), len(token_ids))
         self._num_tokens += len(token_ids)
         if num_undecidable:
-            self._held += self._detokenizer.push(token_ids[:num_undecidable])
+            self._read(self._detokenizer.push(token_ids[:num_undecidable]), counts=False)
             self._decided = len(self._held)
-        self._held += self._detokenizer.push(token_ids[num_undecidable:])
+        self._read(self._detokenizer.push(token_ids[num_undecidable:]), counts=True)
         certain = self._num_certain()
         text, self._held = self._held[:certain], self._held[certain:]
         self._decided = max(self._decided - certain, 0)
+        if self._begin is not None:
+            self._begin -= certain
         return text
 
     def finish(self, matched_stop: int | str | None = None) -> str:
@@ -89,19 +103,20 @@ class TextStream:
         """Where a stop string that counts begins, or -1."""
         return text.find(stop, max(self._decided - len(stop) + 1, 0))
 
+    def _read(self, text: str, *, counts: bool) -> None:
+        """counts: whether a stop string may end in this text."""
+        for stop, string in self._stop:
+            end = string.push(text)
+            if end and counts:
+                begin = max(len(self._held) + end - len(stop), 0)
+                self._begin = begin if self._begin is None else min(self._begin, begin)
+        self._held += text
+
     def _num_certain(self) -> int:
         """Characters before the first place where a stop string stands, or may be about to stand."""
-        text = self._held
-        first = len(text)
-        for stop in self._stop:
-            found = self._find(text, stop)
-            if found >= 0:
-                first = min(first, found)
-            for start in range(max(0, len(text) - len(stop) + 1), first):
-                if stop.startswith(text[start:]):
-                    first = start
-                    break
-        return first
+        undecided = max((string.num_matched for _, string in self._stop), default=0)
+        certain = max(len(self._held) - undecided, 0)
+        return certain if self._begin is None else min(certain, self._begin)
 
 
 class _NoText(TextStream):

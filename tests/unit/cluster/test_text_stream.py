@@ -1,5 +1,7 @@
 """Held-back text: what is shown is exactly the text before the stop string, and never a piece of it."""
 
+import time
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -124,3 +126,19 @@ def test_included_stops_are_text() -> None:
 
 def test_special_tokens_are_skipped_by_default() -> None:
     assert TextStream(TOKENIZER).push([0, *ids_of("a"), 4]) == "a"
+
+
+def test_the_length_of_stop_strings_costs_next_to_nothing() -> None:
+    """Of 16 strings that all nearly begin."""
+    [letter] = ids_of("a")
+
+    def seconds(length: int) -> float:
+        stop = [f"{'a' * (length - 2)}{chr(98 + i)}x" for i in range(16)]
+        stream = TextStream(TOKENIZER, stop=stop)
+        start = time.perf_counter()
+        for _ in range(1500):
+            stream.push([letter])
+        return time.perf_counter() - start
+
+    short, long = (min(seconds(length) for _ in range(3)) for length in (8, 1024))
+    assert long < 5 * short
