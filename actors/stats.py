@@ -55,7 +55,7 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     step_age_s: float = 0.0
     """How long the oldest step in flight runs; 0 without one."""
     num_dropped_messages: int = 0
-    """Messages on the step channel that could not be read, or answered nothing."""
+    """Messages on the step and request channels that could not be read, or answered nothing."""
 
     @property
     def tokens_per_verify(self) -> float:

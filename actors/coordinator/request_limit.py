@@ -8,6 +8,17 @@ from actors.requests import Request
 from kernels_integration.errors import InvalidRequestError
 
 
+def require_prompt_fits(num_tokens: int, max_model_len: int) -> None:
+    """Of front ends, which users hear, and of the coordinator behind them. Errors: InvalidRequestError."""
+    if not 0 < num_tokens < max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {num_tokens} tokens; it must have at least one, and max_model_len {max_model_len} "
+            f"leaves room for {max_model_len - 1} and one new token: "
+            + ("shorten the prompt or raise --max-model-len" if num_tokens else "write one"),
+            field="prompt",
+        )
+
+
 def checked_limit(request: Request, config: GroupConfig, blocks: BlockManager, *, has_tokenizer: bool) -> int:
     """Tokens of prompt and completion, at most.
 
@@ -15,12 +26,7 @@ def checked_limit(request: Request, config: GroupConfig, blocks: BlockManager, *
     """
     prompt_len, params = len(request.prompt_token_ids), request.params
     max_model_len = config.max_model_len
-    if not 0 < prompt_len < max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has {prompt_len} tokens; it must have 1 to {max_model_len - 1}: one more must "
-            f"fit max-model-len {max_model_len}; change the prompt, or serve with a larger max-model-len",
-            field="prompt_token_ids",
-        )
+    require_prompt_fits(prompt_len, max_model_len)
     if (token_id := _largest_token_id(request)) >= config.vocab_size:
         raise InvalidRequestError(
             f"the request holds token id {token_id}; token ids are below {config.vocab_size}",
@@ -50,5 +56,6 @@ def checked_limit(request: Request, config: GroupConfig, blocks: BlockManager, *
 def _largest_token_id(request: Request) -> int:
     """Of all that the shards would look up. Front ends check them too, and say which field is wrong."""
     params = request.params
-    lists = (request.prompt_token_ids, request.eos_token_ids, params.stop_token_ids, *request.bad_words)
-    return max(chain(*lists, params.allowed_token_ids or (), params.logit_bias or ()))
+    ends = (*request.eos_token_ids, *params.stop_token_ids) if params.min_tokens else ()
+    lists = (request.prompt_token_ids, ends, *request.bad_words, params.allowed_token_ids or ())
+    return max(chain(*lists, params.logit_bias or ()))

@@ -96,7 +96,7 @@ class Answering:
                     self.live.answered(live)
             arrived.put_nowait(update)
 
-        holding = [_Holding() for _ in sequences]
+        holding = [Holding() for _ in sequences]
         num_unread = len(sequences)
         self.groups.took(group, len(sequences))
         try:
@@ -129,7 +129,7 @@ class Answering:
             await self.live.wait_until_empty()
 
 
-class _Holding:
+class Holding:
     """The newest tokens of one sequence that wait, with their log probabilities."""
 
     __slots__ = ("_logprobs", "_token_ids")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from actors.config import GroupConfig
+from actors.coordinator.request_limit import require_prompt_fits
 from actors.model.config import ModelConfig
 from actors.model.model_folder import ModelFolder
 from actors.parameter_kinds import is_text
@@ -185,16 +186,7 @@ class ModelFrontend:
             self._require_short_enough(prompt, "prompt")
             require_text(prompt, "prompt")
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not token_ids:
-            raise InvalidRequestError(
-                f"prompt {shown(prompt)} has no tokens; it must have at least one", field="prompt"
-            )
-        if len(token_ids) >= self.max_model_len:
-            raise InvalidRequestError(
-                f"prompt has {len(token_ids)} tokens; max_model_len {self.max_model_len} leaves room for "
-                f"{self.max_model_len - 1} and one new token: shorten the prompt or raise --max-model-len",
-                field="prompt",
-            )
+        require_prompt_fits(len(token_ids), self.max_model_len)
         found = tuple(token_ids)
         self._require_token_ids(found, "prompt")
         return found

@@ -11,9 +11,11 @@ from actors.sampling_params import SamplingParams
 
 
 class TextStream:
-    """Text of one request's updates. The coordinator detects stop strings; here only text is held back.
+    """Text of one completion. All returned pieces, joined, are its text, which ends before the stop string.
 
-    All returned pieces, joined, are the completion's text, which ends before the stop string.
+    Two ways in. `consume` takes the updates of a front end, from which the tokens of a stop string are held
+    until it is decided: nothing is searched for. `push` and `finish` take ids from elsewhere, such as a
+    server's stream, and hold text back themselves.
     """
 
     __slots__ = (
@@ -69,12 +71,16 @@ class TextStream:
         A token that ends the stream by itself (EOS, a stop id) is counted, but is no text unless stops are
         included, as in vLLM.
         """
+        push, ids, stop = self._detokenizer.push, update.token_ids, update.matched_stop
         if update.finish_reason is None:
-            return self.push(update.token_ids)
-        ended_by_token = update.finish_reason == "stop" and not isinstance(update.matched_stop, str)
-        ended_by_token &= not self._include_stop
-        text = self.push(update.token_ids[:-1] if ended_by_token else update.token_ids)
-        return text + self.finish(update.matched_stop)
+            return push(ids)
+        if isinstance(stop, str):  # it ends in the last token's text
+            before = push(ids[:-1])
+            text = before + push(ids[-1:])
+            start = text.find(stop, max(len(before) - len(stop) + 1, 0))
+            return text[: start + len(stop) * self._include_stop]
+        ended_by_token = update.finish_reason == "stop" and not self._include_stop
+        return push(ids[:-1] if ended_by_token else ids) + self._detokenizer.finish()
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is now certain and cannot be part of a stop string any more."""
@@ -123,6 +129,9 @@ class _NoText(TextStream):
     """Of a request that wants token ids alone."""
 
     __slots__ = ()
+
+    def consume(self, update: RequestUpdate) -> str:
+        return ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""

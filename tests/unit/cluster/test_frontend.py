@@ -54,7 +54,7 @@ def test_text_gets_the_beginning_of_text_and_ids_are_taken_as_they_are(frontend:
         ([True], "holds True"),
         (["a"], "holds 'a'"),
         (17, "prompt is a int"),
-        ([3] * 32, "prompt has 32 tokens; max_model_len 32 leaves room for 31 and one new token"),
+        ([3] * 32, "max_model_len 32 leaves room for 31 and one new token"),
         ("word " * 40, "max_model_len 32"),
     ],
 )

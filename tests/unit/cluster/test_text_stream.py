@@ -7,7 +7,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.requests import RequestUpdate
+from actors.coordinator.stopping import StopConditions
+from actors.requests import Request, RequestUpdate
+from actors.sampling_params import SamplingParams
+from cluster.answering.answering import Holding
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.tokenizer import TextStream, load_tokenizer
 
@@ -68,6 +71,53 @@ def test_pieces_are_the_text_before_the_stop_string(
         assert expected.startswith(shown), "something was shown that has to be taken back"
         at += step
     assert shown + stream.finish(found[1] if found else None) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=SMALL_ALPHABET,
+    stops=st.lists(st.text(alphabet="ab \né🙂", min_size=1, max_size=4), max_size=3, unique=True),
+    min_tokens=st.sampled_from([0, 0, 1, 3, 8]),
+    include_stop=st.booleans(),
+    data=st.data(),
+)
+def test_updates_from_coordinator_to_text(
+    text: str, stops: list[str], min_tokens: int, include_stop: bool, data: st.DataObject
+) -> None:
+    """The coordinator finds the stop and counts held tokens, a front end holds them, and makes text."""
+    ids = ids_of(text)
+    params = SamplingParams(
+        stop=tuple(stops), min_tokens=min_tokens, max_tokens=100, include_stop_str_in_output=include_stop
+    )
+    request = Request(request_id="r", prompt_token_ids=(1,), params=params, seed=0, eos_token_ids=())
+    conditions = StopConditions(request, limit=1 + len(ids), tokenizer=TOKENIZER)
+    holding, stream = Holding(), TextStream.of(params, TOKENIZER)
+    kept, shown, at = [], "", 0
+    while conditions.finish_reason is None:
+        emitted = ids[at : at + data.draw(st.integers(1, 4), label="step")]
+        emitted = emitted[: conditions.cut(1 + at, emitted)]
+        at += len(emitted)
+        update = RequestUpdate(
+            request_id="r",
+            token_ids=tuple(emitted),
+            num_held=conditions.num_held,
+            finish_reason=conditions.finish_reason,
+            matched_stop=conditions.matched_stop,
+        )
+        passed = holding.pass_on(update)
+        kept += passed.token_ids
+        shown += stream.consume(passed)
+        matched = conditions.matched_stop
+    assert kept == ids[:at]
+    whole, decided = TOKENIZER.decode(ids[:at]), len(certain(ids[:min_tokens]))
+    if matched is None:
+        assert shown == whole
+        assert first_to_end(certain(ids[:at]), stops, decided) is None
+    else:
+        found = first_to_end(certain(ids[:at]), stops, decided)
+        assert found is not None
+        start, stop = found
+        assert (matched, shown) == (stop, whole[: start + len(stop) * include_stop])
 
 
 def test_only_what_may_begin_a_stop_string_waits() -> None:

@@ -124,8 +124,8 @@ def test_a_live_id_is_refused_and_a_finished_one_may_come_again() -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "field", "words"),
     [
-        ((), {}, "prompt_token_ids", "0 tokens; it must have 1 to 127"),
-        ([1] * 128, {}, "prompt_token_ids", "128 tokens; it must have 1 to 127"),
+        ((), {}, "prompt", "0 tokens; it must have at least one"),
+        ([1] * 128, {}, "prompt", "128 tokens; .* room for 127 and one new token"),
         ([1] * 20, {"max_tokens": 22}, "max_tokens", "need 11 KV blocks; the group has 10, for 41 tokens"),
         ([1] * 20, {"max_tokens": None}, "max_tokens", "need 32 KV blocks"),
         ([1], {"stop": ("x",)}, "stop", "need a tokenizer"),
@@ -137,6 +137,49 @@ def test_requests_that_could_never_run_are_refused(prompt, params, field, words)
         group.coordinator.submit(request(prompt=prompt, **params))
     assert error.value.field == field
     assert not group.coordinator.has_work
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [99, 100]},
+        {"allowed_token_ids": (100,)},
+        {"logit_bias": {100: 1.0}},
+        {"stop_token_ids": (100,), "min_tokens": 1},
+        {"eos": (100,), "min_tokens": 1},
+    ],
+)
+def test_token_ids_that_the_shards_could_not_look_up_are_refused(fields) -> None:
+    group = Group(group_config(vocab_size=100))
+    with pytest.raises(InvalidRequestError, match="token id 100; token ids are below 100"):
+        group.coordinator.submit(request(**fields))
+    assert not group.coordinator.has_work
+
+
+def test_a_request_whose_tokens_cannot_be_read_fails_alone(monkeypatch) -> None:
+    """Such as of a tokenizer that gives up on them."""
+    group = Group()
+    for name in ("bad", "good"):
+        group.coordinator.submit(request(name, max_tokens=20))
+    group.send()
+    group.report()
+    state = group.coordinator._live[SequenceKey("bad")]
+
+    cut = type(state.stop).cut
+
+    def give_up(conditions, num_tokens, emitted) -> int:
+        if conditions is state.stop:
+            raise OverflowError("a tokenizer's fault")
+        return cut(conditions, num_tokens, emitted)
+
+    monkeypatch.setattr(type(state.stop), "cut", give_up)
+    group.send()
+    group.report()
+    [failed] = [u for u in group.updates if isinstance(u, RequestFailed)]
+    assert (failed.request_id, failed.code) == ("bad", "internal")
+    assert "OverflowError" in failed.message
+    assert SequenceKey("good") in group.coordinator._live
+    group.check_blocks()
 
 
 def test_the_largest_request_that_fits_completes() -> None:
