@@ -15,6 +15,8 @@ blocks of four, at 0.7.
 Shape legend: R rows, V tokens of the slice, K tokens that may win.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,10 +27,41 @@ _TOKENS_AT_ONCE = 1 << 18  # bounds the memory of a large batch
 _SLACK = 1e-4
 
 
+class Scores(NamedTuple):
+    """s + gumbel, exactly: the float64 sum and what it lost by rounding. Compared in this order.
+
+    A logit of 2^50 would swallow the noise: tokens that tie there would be told apart on one rank and not
+    between ranks.
+    """
+
+    value: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, s: Tensor, noise: Tensor) -> "Scores":
+        """s: float64 without +inf. (Knuth's two-sum: exact for any two numbers.)"""
+        value = s + noise
+        noise_part = value - s
+        rest = (s - (value - noise_part)) + (noise - noise_part)
+        return cls(value, rest.masked_fill_(~value.isfinite(), 0.0))
+
+    @classmethod
+    def plain(cls, value: Tensor) -> "Scores":
+        """Of logits without noise."""
+        return cls(value, torch.zeros_like(value))
+
+    def best(self, token: Tensor) -> tuple["Scores", Tensor]:
+        """([R] best of [N, R] over the first dim, its token [R]), ties to the lower; NaN wins."""
+        value = self.value.amax(dim=0)
+        rest = self.rest.masked_fill(self.value != value, -torch.inf).amax(dim=0)
+        lost = (self.value != value) | (self.rest != rest)
+        return Scores(value, rest), token.masked_fill(lost, torch.iinfo(torch.int64).max).amin(dim=0)
+
+
 def race(
     scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose = Purpose.COUPLED
-) -> tuple[Tensor, Tensor]:
-    """([R] float64 best s + gumbel, [R] int64 its token id); equal scores: the lower id.
+) -> tuple[Scores, Tensor]:
+    """([R] best s + gumbel, [R] int64 its token id); equal scores: the lower id.
 
     scaled: [R, V] float32 or float64 without +inf; seed, position: [R] int64. A row of -inf alone scores
     -inf, one with a NaN scores NaN.
@@ -46,16 +79,16 @@ def race(
             later_score, later_token = _race(
                 columns, vocab_start + column, seed[part], position[part], purpose
             )
-            token = torch.where(later_score > score, later_token, token)
-            score = torch.maximum(score, later_score)
+            both = Scores(*map(torch.stack, zip(score, later_score, strict=True)))
+            score, token = both.best(torch.stack((token, later_token)))
         scores.append(score)
         tokens.append(token)
-    return torch.cat(scores), torch.cat(tokens)
+    return Scores(*map(torch.cat, zip(*scores, strict=True))), torch.cat(tokens)
 
 
 def _race(
     scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Scores, Tensor]:
     bits = random_bits(seed, position, vocab_start, scaled.shape[1], purpose)
     peak = scaled.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(scaled.dtype).min)
     weight = (scaled - peak).exp_()
@@ -63,15 +96,20 @@ def _race(
     rho = ratio.amin(dim=1, keepdim=True).double().mul_(1 + _SLACK).clamp_(max=1.0)
     latest = rho.neg_().log1p_().neg_().mul_(1 + _SLACK)
     row, column = (ratio <= latest.to(scaled.dtype)).nonzero(as_tuple=True)
-    score = scaled[row, column].double() + gumbel(bits[row, column])
+    score = Scores.of(scaled[row, column].double(), gumbel(bits[row, column]))
     best, token = best_per_row(row, score, column + vocab_start, scaled.shape[0])
-    return best.masked_fill_(peak.squeeze(1).isnan(), torch.nan), token
+    best.value.masked_fill_(peak.squeeze(1).isnan(), torch.nan)
+    return best, token
 
 
-def best_per_row(row: Tensor, score: Tensor, token: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def best_per_row(row: Tensor, score: Scores, token: Tensor, num_rows: int) -> tuple[Scores, Tensor]:
     """([num_rows] best score, [num_rows] its token, ties to the lower) of flat (row, score, token) [K]."""
-    best = torch.full((num_rows,), -torch.inf, dtype=score.dtype, device=score.device)
-    best.scatter_reduce_(0, row, score, "amax")
-    won = score == best[row]
-    tokens = torch.full((num_rows,), torch.iinfo(torch.int64).max, device=score.device)
-    return best, tokens.scatter_reduce_(0, row[won], token[won], "amin")
+    value = torch.full((num_rows,), -torch.inf, dtype=score.value.dtype, device=row.device)
+    value.scatter_reduce_(0, row, score.value, "amax")
+    leads = score.value == value[row]
+    rest = torch.full_like(value, -torch.inf)
+    rest.scatter_reduce_(0, row[leads], score.rest[leads], "amax")
+    won = leads & (score.rest == rest[row])
+    tokens = torch.full((num_rows,), torch.iinfo(torch.int64).max, device=row.device)
+    tokens.scatter_reduce_(0, row[won], token[won], "amin")
+    return Scores(value, rest), tokens

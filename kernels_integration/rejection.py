@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels_integration.collectives import Collectives
 from kernels_integration.filters import surviving
 from kernels_integration.philox import Purpose
-from kernels_integration.race import race
+from kernels_integration.race import Scores, race
 from kernels_integration.ranking import row_max
 from kernels_integration.sampling import (
     GREEDY_BELOW,
@@ -49,7 +49,7 @@ def probabilities(local_logits: Tensor, vocab_start: int, rows: SamplingRows, co
     best = greedy.nonzero().squeeze(1)
     if len(best):
         value, column = row_max(logits[best])
-        token = best_of_ranks(value.double(), column + vocab_start, comm)
+        token = best_of_ranks(Scores.plain(value.double()), column + vocab_start, comm)
         weights[best] = _slice_mask(best, token - vocab_start, weights.shape)[best].double()
     # Added in rank order: the same bits on every rank.
     total = comm.all_gather(weights.sum(dim=1)).sum(dim=0)

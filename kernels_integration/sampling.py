@@ -18,7 +18,7 @@ from kernels_integration.filters import Cuts, surviving
 from kernels_integration.logit_rules import LogitRules
 from kernels_integration.logprobs import Logprobs, logprobs_of
 from kernels_integration.noise import gumbel, random_bits_at
-from kernels_integration.race import best_per_row, race
+from kernels_integration.race import Scores, best_per_row, race
 from kernels_integration.ranking import row_max
 from kernels_integration.token_marks import NO_TOKEN
 
@@ -99,7 +99,7 @@ def _draw(logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collective
     greedy = (rows.temperature < GREEDY_BELOW) | (rows.top_k == 1)
     if bool(greedy.all()):
         value, column = row_max(logits)
-        return best_of_ranks(value.double(), column + vocab_start, comm)
+        return best_of_ranks(Scores.plain(value.double()), column + vocab_start, comm)
 
     filtered = rows.cuts().active(comm.size * logits.shape[1]) & ~greedy
     if not bool((greedy | filtered).any()):
@@ -119,18 +119,19 @@ def _draw_unfiltered(
     logits: Tensor, vocab_start: int, rows: SamplingRows, greedy: Tensor, index: Tensor, comm: Collectives
 ) -> Tensor:
     """Rows `index`: greedy ones and those with a temperature alone. [len(index)] tokens."""
-    value = torch.empty(len(index), dtype=torch.float64, device=logits.device)
+    score = Scores.plain(torch.zeros(len(index), dtype=torch.float64, device=logits.device))
     token = torch.empty_like(index)
     plain = greedy[index].nonzero().squeeze(1)
     if len(plain):
         best, column = row_max(logits[index[plain]])
-        value[plain], token[plain] = best.double(), column + vocab_start
+        score.value[plain], token[plain] = best.double(), column + vocab_start
     noisy = (~greedy[index]).nonzero().squeeze(1)
     if len(noisy):
         row = index[noisy]
         scaled = _scaled(logits, rows, row)
-        value[noisy], token[noisy] = race(scaled, vocab_start, rows.seed[row], rows.position[row])
-    return best_of_ranks(value, token, comm)
+        drawn, token[noisy] = race(scaled, vocab_start, rows.seed[row], rows.position[row])
+        score.value[noisy], score.rest[noisy] = drawn
+    return best_of_ranks(score, token, comm)
 
 
 def _draw_filtered(
@@ -141,8 +142,8 @@ def _draw_filtered(
     kept = surviving(scaled, vocab_start, rows.cuts().select(index), comm)
     row = index[kept.row]
     noise = gumbel(random_bits_at(rows.seed[row], rows.position[row], kept.token))
-    best, tokens = best_per_row(kept.row, kept.value + noise, kept.token, len(index))
-    return _or_no_token(tokens, best)
+    best, tokens = best_per_row(kept.row, Scores.of(kept.value, noise), kept.token, len(index))
+    return _or_no_token(tokens, best.value)
 
 
 def _scaled(logits: Tensor, rows: SamplingRows, index: Tensor) -> Tensor:
@@ -156,18 +157,19 @@ def over_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     return scaled.clamp_(max=torch.finfo(logits.dtype).max)
 
 
-def best_of_ranks(value: Tensor, token: Tensor, comm: Collectives) -> Tensor:
-    """[R] token of the greatest value over all ranks, ties to the lower id; value, token: [R].
+def best_of_ranks(score: Scores, token: Tensor, comm: Collectives) -> Tensor:
+    """[R] token of the greatest score over all ranks, ties to the lower id; score, token: [R].
 
     NO_TOKEN where that is -inf, or NaN on some rank.
     """
     if comm.size > 1:
-        # One message: the float64's bits beside the id.
-        pairs = comm.all_gather(torch.stack((value.view(torch.int64), token)))  # [W, 2, R]
-        values, tokens = pairs[:, 0].view(torch.float64), pairs[:, 1]
-        value = values.amax(dim=0)
-        token = tokens.masked_fill(values < value, torch.iinfo(torch.int64).max).amin(dim=0)
-    return _or_no_token(token, value)
+        # One message: the float64s' bits beside the id.
+        words = (score.value.view(torch.int64), score.rest.view(torch.int64), token)
+        values, rests, tokens = comm.all_gather(torch.stack(words)).unbind(1)  # [W, R] each
+        score, token = Scores(
+            values.contiguous().view(torch.float64), rests.contiguous().view(torch.float64)
+        ).best(tokens)
+    return _or_no_token(token, score.value)
 
 
 def without_nan(logits: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes")
 
 
 def _of_the_repository(text: str) -> list[str]:
-    """Paths in code quotes, also `a/{b,c}/d.py` and globs, that begin with one of our folders."""
+    """Paths in code quotes that begin with one of our folders; NAME stands for any name."""
     quoted = re.findall(r"`([\w.-]+/[\w./*{},-]*)`", text)
-    return [path for path in quoted if path.split("/")[0] in FOLDERS]
+    return [path.replace("NAME", "*") for path in quoted if path.split("/")[0] in FOLDERS]
 
 
 def _alternatives(path: str) -> list[str]:
