@@ -1,5 +1,6 @@
 """Put a shard together: checkpoint slice, KV cache, state."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,8 @@ from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import ConfigError
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.spans import SpannedCollectives, Spans
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -45,9 +48,10 @@ def build_shard(
         tp, dcp_comm = SpannedCollectives(tp, spans), SpannedCollectives(dcp_comm, spans)
     model_config = ModelConfig.from_pretrained(config.model_path)
     needs = backend_needs(config, model_config)
-    backend = registry.create(
-        registry.choose(config.attention_backend, needs).name, needs, check_plans=config.check_plans
-    )
+    choice = registry.choose(config.attention_backend, needs)
+    for _, reason in choice.passed_over:
+        logger.warning("%s; %s computes instead", reason, choice.name)
+    backend = registry.create(choice.name, needs, check_plans=config.check_plans)
     dcp = DcpGroup(config.cp_kv_cache_interleave_size, dcp_comm, config.dcp_comm_backend)
     num_mtp_layers = model_config.num_drafting_layers(config.num_speculative_tokens)
     model = load_model(

@@ -24,6 +24,7 @@ from actors.shard.device_layout import HostView, StepLayout
 from actors.shard.device_rows import DeviceRowMaker
 from actors.shard.device_sampler import draw_rows, finite_or_none
 from actors.shard.device_state import DeviceState
+from actors.shard.locating import locating
 from actors.shard.logprobs_message import logprobs_message
 from actors.shard.mtp_modules import MtpModules
 from actors.shard.prompt_fill import PromptFill
@@ -84,6 +85,10 @@ class DeviceShard:
     @torch.inference_mode()
     def execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
         """Run one step. On rank 0 `report` is called as soon as its tokens are known."""
+        with locating(step.step, self._tp.rank):
+            self._execute(step, report)
+
+    def _execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
         self._apply(step)
         layout = self._host.layout(step, self._num_places(step))
         slots, k = self._boundary.up(layout.slots), self._boundary.up(layout.k)

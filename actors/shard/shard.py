@@ -17,6 +17,7 @@ from actors.messages import PENDING_CAPACITY, StepInput, StepOutput
 from actors.model.model import Model
 from actors.shard.block_tables import BlockTables
 from actors.shard.boundary import Boundary
+from actors.shard.locating import locating
 from actors.shard.logprobs_message import logprobs_message
 from actors.shard.mtp_modules import MtpModules
 from actors.shard.pending import PendingRows
@@ -29,7 +30,6 @@ from actors.shard.slot_rows import SlotRows
 from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
-from kernels_integration.errors import PlanError
 from kernels_integration.kv_cache import KVCache
 from kernels_integration.spans import Span, Spans
 
@@ -94,10 +94,8 @@ class Shard:
 
         The prompt fill follows the report, off the critical path, and ends before the next step.
         """
-        try:
+        with locating(step.step, self._tp.rank):
             self._execute(step, report)
-        except PlanError as error:
-            raise PlanError(f"step {step.step}, rank {self._tp.rank}: {error}") from error
 
     def _execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
         self._apply(step)

@@ -1,5 +1,6 @@
 """--check-plans on whole groups: nothing to report on sound ones, and a report that finds the row."""
 
+import functools
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from actors.inline_group import InlineGroup
 from actors.requests import Request, RequestUpdate
 from actors.sampling_params import SamplingParams
+from actors.shard.build import build_shard
 from cluster.config import EngineArgs
 from cluster.config.resolve import resolve
 from kernels_integration.errors import PlanError
@@ -49,14 +51,20 @@ def stream(**settings) -> tuple[int, ...]:
     ],
     ids=["one rank", "dcp"],
 )
-def test_sound_groups_have_nothing_to_report(settings):
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_sound_groups_have_nothing_to_report(monkeypatch, settings, fixed_shapes):
     """Prefill in chunks, drafts, verifies and prefix hits, past index_topk: the streams are the same."""
+    build = functools.partial(build_shard, fixed_shapes=fixed_shapes)
+    monkeypatch.setattr("actors.inline_group.build_shard", build)
     watched = stream(check_plans=True, **settings)
     assert len(watched) == 8
     assert watched == stream(**settings)
 
 
-def test_a_fault_is_reported_with_step_rank_layer_and_row(monkeypatch):
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_a_fault_is_reported_with_step_rank_layer_and_row(monkeypatch, fixed_shapes):
+    build = functools.partial(build_shard, fixed_shapes=fixed_shapes)
+    monkeypatch.setattr("actors.inline_group.build_shard", build)
     real, calls = selection.select_topk, []
 
     def faulty(*arguments):
