@@ -60,6 +60,11 @@ class Backend(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a pass can become part of a CUDA graph: nothing waits for the host."""
+        ...
+
     # Matrix products
 
     @property

@@ -32,6 +32,8 @@ def checked(backend: "Backend") -> "Backend":
 
 
 class _CheckedBackend:
+    is_capturable = False
+
     def __init__(self, inner: "Backend") -> None:
         self._inner = inner
 

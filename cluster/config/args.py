@@ -57,7 +57,15 @@ class EngineArgs(SettingsModel):
     ] = None
     dtype: Annotated[
         DType,
-        Setting("Computation. auto is float32 on a CPU.", group="Model"),
+        Setting("Computation. auto is float32.", group="Model"),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Setting(
+            "What the shards compute on. auto is cuda where this machine's torch finds a GPU and one shard "
+            "is asked for, else cpu.",
+            group="Model",
+        ),
     ] = "auto"
     max_model_len: Annotated[
         Count | None,

@@ -42,6 +42,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
             f"max-num-batched-tokens {args.max_num_batched_tokens} is less than one request's rows, "
             f"num-speculative-tokens {num_speculative_tokens} + 1; use {num_speculative_tokens + 1} or more"
         )
+    device = _device(args)
     dtype = "float32" if args.dtype == "auto" else args.dtype
     kv_cache_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     indexer_kv_dtype = _indexer_kv_dtype(args, model, kv_cache_dtype)
@@ -62,7 +63,11 @@ def resolve(args: EngineArgs) -> GroupConfig:
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
         "indexer_kv_dtype": indexer_kv_dtype,
-        "attention_backend": "torch" if args.attention_backend == "auto" else args.attention_backend,
+        "device": device,
+        # On a GPU the shard chooses: whether a backend can be used shows there.
+        "attention_backend": "torch"
+        if (args.attention_backend, device) == ("auto", "cpu")
+        else args.attention_backend,
         "chat_template": _chat_template(args),
         "heartbeat_timeout_s": args.heartbeat_timeout,
         "step_timeout_s": args.step_timeout,
@@ -141,6 +146,35 @@ def _chat_template(args: EngineArgs) -> str | None:
             f"chat-template {args.chat_template} is no file; it must be a file that holds a Jinja template"
         )
     return str(file)
+
+
+def _device(args: EngineArgs) -> str:
+    """cpu or cuda. torch is asked only where the system has a GPU's driver."""
+    if args.device == "cpu":
+        return "cpu"
+    if args.device == "auto" and args.tensor_parallel_size > 1:
+        return "cpu"
+    if args.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"device cuda with tensor-parallel-size {args.tensor_parallel_size}: shards on several GPUs are "
+            "not supported yet; use --tensor-parallel-size 1 or --device cpu"
+        )
+    if _finds_gpu():
+        return "cuda"
+    if args.device == "cuda":
+        raise ConfigError(
+            "device cuda: this machine's torch finds no GPU; use --device cpu, or install a driver and a "
+            "torch built for it"
+        )
+    return "cpu"
+
+
+def _finds_gpu() -> bool:
+    if not any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _topology(args: EngineArgs) -> Topology:

@@ -330,7 +330,13 @@ def _create(actor_class: Any, group: PlacementGroup, bundle: int, *, num_threads
     return actor_class.options(
         num_cpus=1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
+        # Ray hides GPUs from actors that reserve none; a shard takes the machine's own.
+        runtime_env={
+            "env_vars": {
+                "OMP_NUM_THREADS": str(num_threads),
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            }
+        },
     ).remote()
 
 

@@ -96,6 +96,7 @@ class TritonBackend:
 
     name = "triton"
     keeps_transposes = False
+    is_capturable = True
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "cuda", num_parts: int = 0) -> None:
         """dtype: what fp8 weights become. num_parts: workers of a plan; 0: one for each multiprocessor."""

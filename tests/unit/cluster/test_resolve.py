@@ -273,3 +273,20 @@ def test_a_path_of_an_unknown_user_does_not_exist() -> None:
         resolved(model="~nouser/x")
     with pytest.raises(ConfigError, match="chat-template ~nouser/x is no file"):
         resolved(chat_template="~nouser/x")
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_device(monkeypatch: pytest.MonkeyPatch, has_gpu: bool):
+    """auto takes a GPU for one shard; the backend is then chosen where the GPU is."""
+    monkeypatch.setattr("cluster.config.resolve._finds_gpu", lambda: has_gpu)
+    config = resolved()
+    assert (config.device, config.attention_backend) == (("cuda", "auto") if has_gpu else ("cpu", "torch"))
+    assert resolved(device="cpu").device == "cpu"
+    assert resolved(tensor_parallel_size=2).device == "cpu"
+    if has_gpu:
+        assert resolved(device="cuda").device == "cuda"
+        with pytest.raises(ConfigError, match=r"tensor-parallel-size 2.*use --tensor-parallel-size 1"):
+            resolved(device="cuda", tensor_parallel_size=2)
+    else:
+        with pytest.raises(ConfigError, match="finds no GPU; use --device cpu"):
+            resolved(device="cuda")
