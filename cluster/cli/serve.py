@@ -34,6 +34,7 @@ def serve(
     """
     from cluster.launch.serving import start_server
     from cluster.report.kv_report import describe_kv_cache
+    from cluster.report.memory import describe_memory
 
     signal.signal(signal.SIGTERM, _interrupt)  # while it starts, as Ctrl-C
     with closing(ProgressLine()) as progress:
@@ -46,6 +47,7 @@ def serve(
             f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context; "
             f"{describe_kv_cache(config)}; started in {progress.elapsed_s:.1f} s)"
         )
+        typer.echo(f"latentray: memory: {describe_memory(config, server.group.memory())}")
         if server.http_port is not None:
             typer.echo(f"latentray: OpenAI's API at http://{settings.args.host}:{server.http_port}/v1")
         if server.metrics_port is not None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from actors.config import GroupConfig
@@ -11,6 +12,8 @@ from cluster.report.kv_report import group_kv_bytes_per_token
 from kernels_integration.errors import UnavailableError
 
 MORE_MEMORY = "pass a smaller --kv-cache-memory-bytes, or more machines by --address"
+_KERNEL_BYTES = 100 * 2**20
+"""As many compiled kernels as kernels_integration.reference.linear keeps."""
 _ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
@@ -42,6 +45,14 @@ def require_memory(config: GroupConfig, *, address: str | None) -> None:
     fits, detail = memory_check(config, address)
     if not fits:
         raise UnavailableError(f"the memory does not suffice: {detail}; {MORE_MEMORY}")
+
+
+def describe_memory(config: GroupConfig, resident_bytes: Mapping[str, int]) -> str:
+    """What each actor of a group that has just started takes, and how far its shards may grow."""
+    now = ", ".join(f"{name} {num_bytes / 2**20:.0f}M" for name, num_bytes in resident_bytes.items())
+    if config.device != "cpu":
+        return now
+    return f"{now}; a shard grows by some {_KERNEL_BYTES / 2**20:.0f}M of kernels and the rows of one step"
 
 
 def available_memory_bytes() -> int:

@@ -1,5 +1,7 @@
 """The matrix product of a layer, by the library that its size runs fastest in."""
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,14 @@ ONEDNN_MIN_PRODUCTS = 1 << 20
 Measured on an AMD EPYC, one thread, us of (MKL, oneDNN): in 256, out 384: 1 row (16, 24), 8 (36, 29),
 32 (95, 69), 128 (265, 133); out 6144: 4 rows (619, 302), 128 (4861, 2121).
 """
+MAX_KERNELS = 64
+"""oneDNN compiles a product anew for every number of rows; it would keep 1024 kernels of 0.5 to 2 MB.
+
+A shard of the bundled model grew from 394 to 1250 MiB as its steps took new sizes. With 64 it stays below
+560, and takes 3 % more CPU time where sizes change all the time; a step needs some 30.
+"""
+_CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Of oneDNN and of torch's wrapper around it: both hold the same kernels; read once, at first use."""
 
 
 class MatrixProduct:
@@ -26,6 +36,9 @@ class MatrixProduct:
         self._size = weight.numel()
         # bfloat16 goes to oneDNN by torch.mm itself, float64 has no kernel there.
         self._onednn = weight.dtype is torch.float32 and weight.device.type == "cpu" and torch._C._has_mkldnn
+        if self._onednn:
+            for name in _CAPACITIES:
+                os.environ.setdefault(name, str(MAX_KERNELS))
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]

@@ -33,6 +33,8 @@ def served() -> Iterator[Served]:
         line = process.stdout.readline()
         match = re.search(r"serving tiny-dsa at (\S+) \(tp 2, dcp 2, 3 drafts", line)
         assert match, line + (process.communicate(timeout=30)[1] if process.poll() is not None else "")
+        line = process.stdout.readline()
+        assert re.search(r"memory: coordinator \d+M, shard 0 \d+M, shard 1 \d+M; a shard grows", line), line
         yield Served(process, match[1])
     finally:
         process.terminate()
