@@ -189,4 +189,5 @@ def test_a_parameter_is_spelled_where_it_is_declared_and_where_it_is_used() -> N
     files = [*root.glob("actors/**/*.py"), *root.glob("cluster/**/*.py")]
     word = re.compile(r"\bmin_p\b")
     found = {str(file.relative_to(root)) for file in files if word.search(file.read_text(encoding="utf-8"))}
+    found.discard("actors/model/known_fields.py")  # old config.json files hold defaults of generation
     assert {file for file in found if not file.startswith("actors/shard/")} == {"actors/sampling_params.py"}
