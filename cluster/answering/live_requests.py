@@ -1,6 +1,7 @@
 """The requests that a front end is answering now: owner of users' ids, limits and ends from outside."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class LiveRequests:
         self._by_id: dict[str, LiveRequest] = {}
         self._delivering: set[LiveRequest] = set()
         """Answered by the group, but not yet read by their clients."""
+        self._num_sequences: Counter[str] = Counter()
+        """Of all these, by client."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -52,15 +55,14 @@ class LiveRequests:
         """Count its sequences. Errors: OverloadedError where the client then has too many."""
         limit = self._max_sequences_per_client
         if live.client and limit is not None:
-            num_running = sum(
-                other.num_sequences for other in self._by_id.values() if other.client == live.client
-            )
-            if num_running + num_sequences > limit:
+            num_held = self._num_sequences[live.client]
+            if num_held + num_sequences > limit:
                 raise OverloadedError(
-                    f"this client has {num_running} sequences running, and {num_sequences} more would exceed "
-                    f"{limit}; wait for some to end, or lower n"
+                    f"this client has {num_held} sequences running or not read to their end, and "
+                    f"{num_sequences} more would exceed {limit}; wait for some to end, or lower n"
                 )
         live.num_sequences = num_sequences
+        self._num_sequences[live.client] += num_sequences
 
     def answered(self, live: LiveRequest) -> None:
         """The group has no more to say: its id is free, however slowly the client reads."""
@@ -72,6 +74,9 @@ class LiveRequests:
         """Its call has ended."""
         self.answered(live)
         self._delivering.discard(live)
+        self._num_sequences[live.client] -= live.num_sequences
+        if not self._num_sequences[live.client]:
+            del self._num_sequences[live.client]
         if not self._by_id and not self._delivering:
             self._empty.set()
 

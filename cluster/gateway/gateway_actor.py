@@ -1,6 +1,7 @@
 """A gateway under Ray's supervision: arguments, start, stop. The work is GatewayServer's."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray
@@ -19,7 +20,7 @@ class GatewayActor:
     def __init__(
         self,
         config: GroupConfig,
-        request_address: str,
+        request_addresses: Sequence[str],
         host: str,
         port: int,
         max_message_bytes: int,
@@ -29,24 +30,22 @@ class GatewayActor:
     ) -> None:
         self._log_folder = None if logs is None else start_logging(logs, "gateway")
         self._config = config
-        self._request_address = request_address
+        self._groups = [GroupClient(address) for address in request_addresses]
         self._host = host
         self._port = port
         self._max_message_bytes = max_message_bytes
         self._metrics_port = metrics_port
         self._http_port = http_port
-        self._group: GroupClient | None = None
         self._server: GatewayServer | None = None
 
     async def start(self) -> str:
-        """Connect to the group, listen, return host:port. Errors: ConfigError, UnavailableError."""
+        """Connect to the groups, listen, return host:port. Errors: ConfigError, UnavailableError."""
         config = self._config
         frontend = await asyncio.to_thread(ModelFrontend.of_group, config)
-        self._group = GroupClient(self._request_address)
-        await self._group.connect()
+        await asyncio.gather(*(group.connect() for group in self._groups))
         self._server = GatewayServer(
             frontend=frontend,
-            groups=[self._group],
+            groups=self._groups,
             config=config,
             host=self._host,
             port=self._port,
@@ -77,5 +76,5 @@ class GatewayActor:
         """Drain and close; see GatewayServer.stop."""
         if self._server is not None:
             await self._server.stop(drain_s)
-        if self._group is not None:
-            await self._group.close()
+        for group in self._groups:
+            await group.close()

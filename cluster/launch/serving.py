@@ -115,7 +115,7 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
             )
         ).remote(
             config,
-            group.request_address,
+            [group.request_address],
             args.host,
             args.port,
             args.max_message_size,

@@ -162,13 +162,25 @@ async def test_limits_are_of_each_client_and_count_sequences() -> None:
     ]
     await until(lambda: len(answering.live) == 3)
     await asyncio.sleep(0)
-    with pytest.raises(OverloadedError, match="3 sequences running, and 2 more would exceed 4"):
+    with pytest.raises(OverloadedError, match=r"has 3 sequences .*, and 2 more would exceed 4"):
         await collect(answering, request("d", 2), client="one")
     calls.append(asyncio.create_task(collect(answering, request("e", 1), client="one")))
     await until(lambda: len(answering.live) == 4)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_what_is_not_read_to_its_end_counts_against_its_client_and_not_as_active() -> None:
+    answering = Answering([ScriptedGroup()], max_sequences_per_client=2)
+    async with aclosing(answering.run(request("slow", 2), client="one")) as updates:
+        await anext(updates)
+        await until(lambda: len(answering.live) == 0)
+        with pytest.raises(OverloadedError):
+            await collect(answering, request("more"), client="one")
+        assert await collect(answering, request("slow"), client="two"), "its id is free"
+    assert await collect(answering, request("more"), client="one")
+    assert not answering.live._num_sequences
 
 
 class ClosableGroup(ScriptedGroup):
