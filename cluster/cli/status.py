@@ -52,7 +52,10 @@ def status(
         else:
             typer.echo(f"{server}: {_health_text(health.healthy, health.message)}")
             for part in ("model", "engine"):
-                print_table((part, ""), sorted(answer[part].items()))
+                facts = answer[part].items()
+                print_table((part, ""), sorted(fact for fact in facts if fact[0] != "actors_by_node"))
+            if nodes := answer["engine"]["actors_by_node"]:
+                print_table(("node", "runs"), list(nodes.items()))
             for number, (load, shown) in enumerate(zip(loads, answer["groups"], strict=True)):
                 rows = [(name, value) for name, value in shown.items() if name != "stats"]
                 print_table((f"group {number}", ""), rows + (figures(load.stats) if load.stats else []))

@@ -98,7 +98,10 @@ class AsyncClient:
             message = await call
         except grpc.RpcError as error:
             raise wire.to_error(error, self.target) from None
-        return ServerInfo.from_message(message, wire.kv_bytes_per_token_of(await call.initial_metadata()))
+        told = await call.initial_metadata()
+        return ServerInfo.from_message(
+            message, wire.kv_bytes_per_token_of(told), wire.actors_by_node_of(told)
+        )
 
     async def loads(self) -> tuple[Load, ...]:
         """One per group behind the server."""

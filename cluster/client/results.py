@@ -108,9 +108,13 @@ class ServerInfo:
     kv_bytes_per_token: int | None
     """On the shard that keeps the token; None: the server does not say."""
     attention_backend: str
+    actors_by_node: dict[str, str] = field(default_factory=dict)
+    """By address, what of its groups runs there; empty: the server does not say."""
 
     @classmethod
-    def from_message(cls, message: Any, kv_bytes_per_token: int | None) -> "ServerInfo":
+    def from_message(
+        cls, message: Any, kv_bytes_per_token: int | None, actors_by_node: dict[str, str]
+    ) -> "ServerInfo":
         return cls(
             active_requests=message.active_requests,
             draining=message.is_paused,
@@ -121,6 +125,7 @@ class ServerInfo:
             kv_cache_dtype=message.kv_cache_dtype,
             kv_bytes_per_token=kv_bytes_per_token,
             attention_backend=message.attention_backend,
+            actors_by_node=actors_by_node,
         )
 
 

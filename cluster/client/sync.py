@@ -104,7 +104,10 @@ class Client:
 
     def server_info(self) -> ServerInfo:
         message, call = self._call(self._stub.GetServerInfo.with_call, pb.GetServerInfoRequest())
-        return ServerInfo.from_message(message, wire.kv_bytes_per_token_of(call.initial_metadata()))
+        told = call.initial_metadata()
+        return ServerInfo.from_message(
+            message, wire.kv_bytes_per_token_of(told), wire.actors_by_node_of(told)
+        )
 
     def loads(self) -> tuple[Load, ...]:
         """One per group behind the server."""

@@ -34,6 +34,7 @@ SEED_KEY = "latentray-seed"
 STATS_KEY = "latentray-stats"
 """Initial metadata of GetLoads."""
 KV_BYTES_KEY = "latentray-kv-bytes-per-token"
+ACTORS_KEY = "latentray-actors-by-node"
 """Initial metadata of GetServerInfo."""
 CHANNEL_OPTIONS = (
     # The server decides what is too large, and says by which flag.
@@ -147,6 +148,12 @@ def seed_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
 def kv_bytes_per_token_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
     """Of a server's KV cache, if it says it."""
     return _whole_number_of(metadata, KV_BYTES_KEY)
+
+
+def actors_by_node_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """Where a server's groups run; empty from one that does not say it."""
+    told = next((value for key, value in metadata if key == ACTORS_KEY), "{}")
+    return msgspec.json.decode(told, type=dict[str, str])
 
 
 def stats_of(metadata: Iterable[tuple[str, str | bytes]], num_groups: int) -> list[GroupStats | None]:

@@ -1,7 +1,7 @@
 """A gateway under Ray's supervision: arguments, start, stop. The work is GatewayServer's."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray
@@ -27,6 +27,7 @@ class GatewayActor:
         metrics_port: int | None = None,
         http_port: int | None = None,
         logs: LogSettings | None = None,
+        actors_by_node: Mapping[str, str] | None = None,
     ) -> None:
         self._log_folder = None if logs is None else start_logging(logs, "gateway")
         self._config = config
@@ -36,6 +37,7 @@ class GatewayActor:
         self._max_message_bytes = max_message_bytes
         self._metrics_port = metrics_port
         self._http_port = http_port
+        self._actors_by_node = actors_by_node
         self._server: GatewayServer | None = None
 
     async def start(self) -> str:
@@ -52,6 +54,7 @@ class GatewayActor:
             max_message_bytes=self._max_message_bytes,
             metrics_port=self._metrics_port,
             http_port=self._http_port,
+            actors_by_node=self._actors_by_node,
         )
         await self._server.start()
         return self._server.address

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from grpc import aio
@@ -46,7 +46,9 @@ class GatewayServer:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         metrics_port: int | None = None,
         http_port: int | None = None,
+        actors_by_node: Mapping[str, str] | None = None,
     ) -> None:
+        """actors_by_node: what `latentray status` shows of where the groups run."""
         self._host = host
         self.port = port
         """0 until start() has taken a free one."""
@@ -58,6 +60,7 @@ class GatewayServer:
             config=config,
             health=self._health,
             max_message_bytes=max_message_bytes,
+            actors_by_node=actors_by_node or {},
         )
         self._max_message_bytes = max_message_bytes
         self.metrics_port = metrics_port

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -46,7 +46,8 @@ PARAMETERS_KEY = "latentray-sampling-params"
 """Initial metadata of Generate: the id (drawn here when the request has none), the effective seed, and the
 effective numbers and switches among the sampling parameters, as JSON."""
 KV_BYTES_KEY = "latentray-kv-bytes-per-token"
-"""Initial metadata of GetServerInfo, whose message has no field for it."""
+ACTORS_KEY = "latentray-actors-by-node"
+"""Initial metadata of GetServerInfo, whose message has no fields for them. Actors: JSON, text by address."""
 STATS_KEY = "latentray-stats"
 """Initial metadata of GetLoads, once for each of its loads: the group's GroupStats as JSON, null before the
 first heartbeat. The message has no fields for them."""
@@ -67,6 +68,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         config: GroupConfig,
         health: GroupHealth,
         max_message_bytes: int,
+        actors_by_node: Mapping[str, str],
     ) -> None:
         self._frontend = frontend
         self._answering = answering
@@ -77,6 +79,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self.loads = Loads(answering.groups, answering.live, config)
         self._model_info = server_facts.model_info(config, frontend)
         self._kv_bytes_per_token = group_kv_bytes_per_token(config)
+        self._actors_by_node = msgspec.json.encode(actors_by_node).decode()
         self._bundle: TokenizerBundle | None = None
         self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, thread_name_prefix="tokenizing")
         self._started_at_s = time.monotonic()
@@ -159,7 +162,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        await context.send_initial_metadata(((KV_BYTES_KEY, str(self._kv_bytes_per_token)),))
+        told = ((KV_BYTES_KEY, str(self._kv_bytes_per_token)), (ACTORS_KEY, self._actors_by_node))
+        await context.send_initial_metadata(told)
         info = server_facts.server_info(self._config)
         info.active_requests = len(self._answering.live)
         info.is_paused = self._health.draining

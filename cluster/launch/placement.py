@@ -1,5 +1,6 @@
 """Where a group's actors go: one bundle per actor, as close together as the cluster allows."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,9 +118,24 @@ def choose_collectives(
     return CollectivesSpec(kind="gloo", init_method=f"tcp://{shards[0].ip}:{free_port()}")
 
 
-def count_by_node(shards: Mapping[str, Node]) -> str:
+def by_node(actors: Mapping[str, Node]) -> dict[str, str]:
+    """By address, what runs there: {"10.0.0.1": "coordinator, shards 0-3", "10.0.0.2": "shard 4"}."""
+    names: dict[str, list[str]] = {}
+    for name, node in actors.items():
+        names.setdefault(node.ip, []).append(name)
+    return {ip: ", ".join(_with_ranges(of_node)) for ip, of_node in names.items()}
+
+
+def count_by_node(actors: Mapping[str, Node]) -> str:
     """'10.0.0.1 (coordinator, shard 0), 10.0.0.2 (shard 1)', for people."""
-    by_ip: dict[str, list[str]] = {}
-    for name, node in shards.items():
-        by_ip.setdefault(node.ip, []).append(name)
-    return ", ".join(f"{ip} ({', '.join(names)})" for ip, names in by_ip.items())
+    return ", ".join(f"{ip} ({names})" for ip, names in by_node(actors).items())
+
+
+def _with_ranges(names: Sequence[str]) -> list[str]:
+    """With "shard 2", "shard 3", "shard 4" as "shards 2-4"."""
+    others = [name for name in names if not name.startswith("shard ")]
+    ranks = sorted(int(name.removeprefix("shard ")) for name in names if name.startswith("shard "))
+    for _, numbered in itertools.groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in numbered]
+        others.append(f"shard {run[0]}" if len(run) == 1 else f"shards {run[0]}-{run[-1]}")
+    return others

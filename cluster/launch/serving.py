@@ -11,6 +11,7 @@ from actors.config import GroupConfig
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
 from cluster.launch.group import GroupHandle, launch_group
+from cluster.launch.placement import by_node
 from cluster.report.memory import require_memory
 from cluster.report.trace import TraceFile
 from kernels_integration.errors import LatentrayError, UnavailableError
@@ -122,6 +123,7 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
             args.metrics_port,
             args.http_port,
             group.logs,
+            by_node(group.placement),
         )
         address = _started(gateway, progress)
     except BaseException:

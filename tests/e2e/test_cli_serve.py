@@ -70,6 +70,9 @@ def test_status_tells_that_it_serves(served: Served) -> None:
     assert len(status["groups"]) == 1
     table = run("status", "--server", served.address)
     assert f"{served.address}: serving" in table.stdout
+    [(node, actors)] = status["engine"]["actors_by_node"].items()
+    assert actors == "coordinator, shards 0-1"
+    assert re.search(rf"^{re.escape(node)} +coordinator, shards 0-1$", table.stdout, re.MULTILINE)
 
 
 def test_generate_asks_the_server(served: Served) -> None:

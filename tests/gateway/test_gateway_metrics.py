@@ -250,8 +250,10 @@ async def test_a_taken_metrics_port_is_told(serve) -> None:
 
 async def test_statistics_over_grpc_alone(serve) -> None:
     group = ScriptedGroup()
-    server = await serve(group)
+    nodes = {"10.0.0.1": "coordinator, shard 0", "10.0.0.2": "shard 1"}
+    server = await serve(group, actors_by_node=nodes)
     async with AsyncClient(server.address) as client:
+        assert (await client.server_info()).actors_by_node == nodes
         group.stats = STATS
         assert (await client.loads())[0].stats == STATS
         group.stats = None
@@ -261,3 +263,4 @@ async def test_statistics_over_grpc_alone(serve) -> None:
     assert result.exit_code == 0, result.output
     assert "75%, 50%, 33%" in result.output
     assert "1 x 0, 2 x 2" in result.output
+    assert "node      runs\n10.0.0.1  coordinator, shard 0\n10.0.0.2  shard 1\n" in result.output

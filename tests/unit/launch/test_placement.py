@@ -14,7 +14,9 @@ from actors.transport.network import free_port, interface_of
 from cluster.launch.placement import (
     NodeCapacity,
     bundles_of,
+    by_node,
     choose_collectives,
+    count_by_node,
     describe_shortage,
     rank_order,
 )
@@ -91,3 +93,14 @@ def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.77") is None
     assert 1024 <= free_port("127.0.0.1") < 65536
+
+
+def test_actors_by_node_fit_a_line_also_for_many_shards() -> None:
+    first, second = Node(node_id="a", ip="10.0.0.1"), Node(node_id="b", ip="10.0.0.2")
+    actors = {"coordinator": first} | {f"shard {rank}": first if rank < 8 else second for rank in range(10)}
+    actors["shard 12"] = first
+    assert by_node(actors) == {
+        "10.0.0.1": "coordinator, shards 0-7, shard 12",
+        "10.0.0.2": "shards 8-9",
+    }
+    assert count_by_node({"shard 0": second}) == "10.0.0.2 (shard 0)"
