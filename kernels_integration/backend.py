@@ -72,6 +72,14 @@ class Backend(Protocol):
         """Whether matrices should be read into memory as their transposes, to be used without a copy."""
         ...
 
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether weights that are stored in fp8 come as they are, with scales, where a rank's part allows.
+
+        Else they come dequantised. A weight without scales is taken in any case.
+        """
+        ...
+
     def linear(self, weight: Weight) -> Linear:
         """weight [out, in]."""
         ...

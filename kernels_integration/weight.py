@@ -22,13 +22,14 @@ class Weight:
         return self.values.shape
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The numbers: value * scale, rounded to float32, then to dtype."""
+        """The numbers: value * scale, rounded to float32, then to dtype; exact in float64."""
         if self.scales is None:
             return self.values
         rows, columns = self.block_size
         scales = self.scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
         height, width = self.values.shape[-2:]
-        return (self.values.float() * scales[..., :height, :width]).to(dtype)
+        exact = accumulate_dtype(dtype)
+        return (self.values.to(exact) * scales[..., :height, :width]).to(dtype)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

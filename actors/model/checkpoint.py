@@ -151,14 +151,15 @@ class Checkpoint:
     def fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
         """Write the slice into out [rows, columns], in its dtype and layout: contiguous, or its transpose is.
 
-        A vector counts as one column. Errors: as in `read`.
+        A vector counts as one column. FP8 is dequantised unless out is FP8. Errors: as in `read`.
         """
         if not rows or not columns:
             return
         info = self.tensors[name]
         stored = _TORCH_DTYPES[info.dtype]
         scale_name = f"{name}{SCALE_SUFFIX}"
-        scale = self.read(scale_name, dtype=torch.float32) if scale_name in self.tensors else None
+        is_dequantised = scale_name in self.tensors and out.dtype is not stored
+        scale = self.read(scale_name, dtype=torch.float32) if is_dequantised else None
         is_direct = scale is None and out.dtype is stored and len(columns) == _width(info)
         is_direct = is_direct and out.is_contiguous()
         step = _tile_rows(info, _width(info) if _reads_through(info, columns) else len(columns))
@@ -218,6 +219,8 @@ class Checkpoint:
         return self._staging[: height * width].view(height, width)
 
     def _require_finite(self, name: str, info: TensorInfo, values: Tensor) -> None:
+        if values.dtype is torch.float8_e4m3fn:  # no minimum is defined for it
+            values = values.float()
         # NaN is the least and the greatest wherever it occurs; one pass without temporaries.
         least, greatest = torch.aminmax(values)
         if bool(torch.isfinite(least)) and bool(torch.isfinite(greatest)):

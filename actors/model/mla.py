@@ -73,7 +73,7 @@ class LatentAttention:
         self.w_uk = kv_b[:, : self.nope_dim].clone(memory_format=torch.contiguous_format)  # [H, N, C]
         self.w_uv = kv_b[:, self.nope_dim :].transpose(1, 2).contiguous()  # [H, C, V]
         out_reader = reader.laid_out_for(backend)
-        self.o_proj = backend.linear(Weight(out_reader.head_columns("o_proj.weight", heads)))
+        self.o_proj = backend.linear(out_reader.head_columns("o_proj.weight", heads))
 
     def __call__(
         self, x: Tensor, plan: SparseMLAPlan | None, ctx: PassContext

@@ -112,7 +112,7 @@ def measure_shard(
 ) -> ShardBytes:
     """What `load_model` with these arguments reads and keeps; `stored` is what the checkpoint holds."""
     shapes = main_tensor_shapes(config) | mtp_tensor_shapes(config, num_mtp_layers)
-    meter = SliceMeter(shapes | repeated_tensor_shapes(config), stored)
+    meter = SliceMeter(shapes | repeated_tensor_shapes(config), stored, config.weight_block_size)
     topology = _topology(tp, dcp, expert_parallel)
     reader = WeightReader(checkpoint=meter, dtype=dtype, topology=topology, rank=tp.rank)
     _require_copies(config, reader, stored, num_mtp_layers)

@@ -9,7 +9,7 @@ from torch import Tensor
 from actors.model.config import ModelConfig
 from actors.model.weights import WeightReader
 from kernels_integration.backend import Backend, Routing
-from kernels_integration.weight import Weight, accumulate_dtype
+from kernels_integration.weight import accumulate_dtype
 
 
 class SwiGluMlp:
@@ -18,8 +18,8 @@ class SwiGluMlp:
     def __init__(self, reader: WeightReader, backend: Backend) -> None:
         reader = reader.laid_out_for(backend)
         self.backend = backend
-        self.gate_up = backend.linear(Weight(reader.rows("gate_proj.weight", "up_proj.weight")))
-        self.down = backend.linear(Weight(reader.columns("down_proj.weight")))
+        self.gate_up = backend.linear(reader.rows("gate_proj.weight", "up_proj.weight"))
+        self.down = backend.linear(reader.columns("down_proj.weight"))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, hidden]"""
@@ -51,8 +51,8 @@ class MixtureOfExperts:
         if reader.topology.expert_parallel:
             expert_reader = expert_reader.unsplit()
         self.experts = backend.experts(
-            Weight(expert_reader.expert_rows(held, "gate_proj.weight", "up_proj.weight")),
-            Weight(expert_reader.expert_columns(held, "down_proj.weight")),
+            expert_reader.expert_rows(held, "gate_proj.weight", "up_proj.weight"),
+            expert_reader.expert_columns(held, "down_proj.weight"),
             first_expert=held.start,
             num_experts=config.n_routed_experts,
         )

@@ -7,11 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actors.model.quantization import SCALE_SUFFIX
 from actors.model.safetensors_file import TensorInfo
 from kernels_integration.backend import Backend
 from kernels_integration.errors import CheckpointError
 from kernels_integration.topology import Topology
-from kernels_integration.weight import accumulate_dtype
+from kernels_integration.weight import Weight, accumulate_dtype
 
 _COMPARED_ROWS = 256
 
@@ -19,14 +20,26 @@ _COMPARED_ROWS = 256
 class TensorSource(Protocol):
     """Where slices come from: a Checkpoint, or a SliceMeter that only counts them."""
 
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """Rows and columns of an FP8 weight that share a scale."""
+        ...
+
     def __getitem__(self, name: str) -> TensorInfo: ...
+
+    def __contains__(self, name: str) -> bool:
+        """Whether it is stored."""
+        ...
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
         """Memory without content."""
         ...
 
     def fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
-        """Write a slice into out [rows, columns] on the CPU. A vector counts as one column."""
+        """Write a slice into out [rows, columns] on the CPU. A vector counts as one column.
+
+        FP8 is dequantised unless out is FP8.
+        """
         ...
 
 
@@ -43,6 +56,8 @@ class WeightReader:
     prefix: str = ""
     is_transposed: bool = False
     """Matrices lie in memory as their transposes."""
+    keeps_fp8: bool = False
+    """Matrices that are stored in fp8 stay so, where their part is one of whole blocks."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.checkpoint[self.prefix + name].shape
@@ -64,34 +79,34 @@ class WeightReader:
 
     def laid_out_for(self, backend: Backend) -> "WeightReader":
         """A reader of matrices as the backend keeps them, which then needs no copy."""
-        return replace(self, is_transposed=backend.keeps_transposes)
+        return replace(self, is_transposed=backend.keeps_transposes, keeps_fp8=backend.keeps_fp8)
 
-    def rows(self, *names: str) -> Tensor:
+    def rows(self, *names: str) -> Weight:
         """This rank's part of the output features; of several weights one below the other."""
-        shares = [self._share(self.shape(name)[0]) for name in names]
-        return self._stack(list(zip(names, shares, strict=True)))
+        return self._weight([(name, self._share(self.shape(name)[0])) for name in names])
 
-    def columns(self, name: str) -> Tensor:
+    def columns(self, name: str) -> Weight:
         """This rank's part of the input features."""
-        return self.part(name, columns=self._share(self.shape(name)[1]))
+        return self._weight([(name, slice(None))], self._share(self.shape(name)[1]))
 
-    def expert_rows(self, experts: range, *names: str) -> Tensor:
+    def expert_rows(self, experts: range, *names: str) -> Weight:
         """[E, out, in]: `rows` of experts.E.NAME, expert after expert in one tensor."""
         of_one = self.under("experts.0.")
-        return self._stack_experts(experts, [(name, self._share(of_one.shape(name)[0])) for name in names])
+        parts = [(name, self._share(of_one.shape(name)[0])) for name in names]
+        return self._weight(parts, experts=experts)
 
-    def expert_columns(self, experts: range, name: str) -> Tensor:
+    def expert_columns(self, experts: range, name: str) -> Weight:
         """[E, out, in]: `columns` of experts.E.NAME, expert after expert in one tensor."""
         width = self.under("experts.0.").shape(name)[1]
-        return self._stack_experts(experts, [(name, slice(None))], self._share(width))
+        return self._weight([(name, slice(None))], self._share(width), experts=experts)
 
     def head_rows(self, name: str, num_heads: int) -> Tensor:
         """The output features of this rank's ceil(num_heads / tp) heads; heads past the last are zero."""
         return self.part(name, rows=self._heads(self.shape(name)[0], num_heads))
 
-    def head_columns(self, name: str, num_heads: int) -> Tensor:
+    def head_columns(self, name: str, num_heads: int) -> Weight:
         """The same of the input features."""
-        return self.part(name, columns=self._heads(self.shape(name)[1], num_heads))
+        return self._weight([(name, slice(None))], self._heads(self.shape(name)[1], num_heads))
 
     def vocabulary(self, name: str) -> Tensor:
         """This rank's ceil(V / tp) rows; rows past the vocabulary are zero."""
@@ -120,14 +135,49 @@ class WeightReader:
         self._fill_stack(parts, columns, out)
         return out if len(self.shape(parts[0][0])) > 1 else out[:, 0]
 
-    def _stack_experts(
-        self, experts: range, parts: Sequence[tuple[str, slice]], columns: slice = slice(None)
-    ) -> Tensor:
-        extents = self.under("experts.0.")._extents(parts, columns)
-        out = self._allocate((len(experts), *extents), self.dtype)
-        for expert, of_expert in zip(experts, out, strict=True):
-            self.under(f"experts.{expert}.")._fill_stack(parts, columns, of_expert)
-        return out
+    def _weight(
+        self,
+        parts: Sequence[tuple[str, slice]],
+        columns: slice = slice(None),
+        *,
+        experts: range | None = None,
+    ) -> Weight:
+        """`_stack` as a weight, or one for each expert in a tensor; fp8 with its scales where that can be."""
+        one = self if experts is None else self.under("experts.0.")
+        readers = [self] if experts is None else [self.under(f"experts.{e}.") for e in experts]
+
+        def stacked(of: Sequence[tuple[str, slice]], columns: slice, reader: WeightReader) -> Tensor:
+            """In the reader's dtype and layout."""
+            extents = reader._extents(of, columns)
+            out = reader._allocate(extents if experts is None else (len(experts), *extents), reader.dtype)
+            for matrix, into in zip(readers, [out] if experts is None else out, strict=True):
+                replace(reader, prefix=matrix.prefix)._fill_stack(of, columns, into)
+            return out
+
+        if not (self.keeps_fp8 and all(reader._is_of_blocks(parts, columns) for reader in readers)):
+            return Weight(stacked(parts, columns, one))
+        block_rows, block_columns = block_size = self.checkpoint.block_size
+        blocks = [(f"{name}{SCALE_SUFFIX}", _blocks(rows, block_rows)) for name, rows in parts]
+        of_scales = replace(one, dtype=torch.float32, is_transposed=False)
+        return Weight(
+            stacked(parts, columns, replace(one, dtype=torch.float8_e4m3fn)),
+            stacked(blocks, _blocks(columns, block_columns), of_scales),
+            block_size,
+        )
+
+    def _is_of_blocks(self, parts: Sequence[tuple[str, slice]], columns: slice) -> bool:
+        """Whether all parts are stored in fp8, and begin and end where blocks do, one below the other."""
+        block_rows, block_columns = self.checkpoint.block_size
+        for index, (name, rows) in enumerate(parts):
+            height, width = self.shape(name)
+            is_last = index == len(parts) - 1
+            if f"{self.prefix}{name}{SCALE_SUFFIX}" not in self.checkpoint:
+                return False
+            if not (_is_of_blocks(rows, height, block_rows) and _is_of_blocks(columns, width, block_columns)):
+                return False
+            if not is_last and _extent(rows, height) % block_rows:
+                return False
+        return True
 
     def _extents(self, parts: Sequence[tuple[str, slice]], columns: slice) -> tuple[int, int]:
         shape = self.shape(parts[0][0])
@@ -189,6 +239,18 @@ class WeightReader:
     def _share(self, width: int) -> slice:
         columns = self.topology.columns(width, self.rank)
         return slice(columns.start, columns.stop)
+
+
+def _is_of_blocks(part: slice, size: int, block: int) -> bool:
+    start, stop = part.start or 0, size if part.stop is None else part.stop
+    return start % block == 0 and stop <= size and (stop % block == 0 or stop == size)
+
+
+def _blocks(part: slice, block: int) -> slice:
+    """The blocks of a part that is one of whole blocks, or of all."""
+    if part.stop is None:
+        return slice(None)
+    return slice((part.start or 0) // block, -(-part.stop // block))
 
 
 def _extent(part: slice, size: int) -> int:

@@ -39,6 +39,7 @@ class TorchBackend:
     name = "torch"
     keeps_transposes = True
     is_capturable = False
+    keeps_fp8 = False
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
         """dtype: what fp8 weights become."""

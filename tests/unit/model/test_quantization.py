@@ -13,7 +13,8 @@ from actors.model import checkpoint as checkpoint_module
 from actors.model.checkpoint import Checkpoint
 from actors.model.config import ModelConfig
 from actors.model.dequantize import e4m3_to_float
-from actors.model.model import load_model
+from actors.model.load_progress import LoadProgress
+from actors.model.model import load_model, measure_shard
 from actors.model.weights import WeightReader
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
@@ -102,8 +103,107 @@ def test_ranks_read_their_slices_of_a_mixture(tmp_path, block, size):
             for r in range(size)
         ]
         for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.2.self_attn.o_proj.weight"):
-            assert torch.equal(torch.cat([r.rows(name) for r in readers]), meant[name])
-            assert torch.equal(torch.cat([r.columns(name) for r in readers], 1), meant[name])
+            assert torch.equal(torch.cat([r.rows(name).values for r in readers]), meant[name])
+            assert torch.equal(torch.cat([r.columns(name).values for r in readers], 1), meant[name])
+
+
+class KeepsFp8(TorchBackend):
+    """A backend that takes fp8 as it is stored; it dequantises then, which others leave to a product."""
+
+    keeps_fp8 = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[int, ...]] = []
+
+    def _note(self, weight):
+        if weight.scales is not None:
+            assert weight.values.dtype is torch.float8_e4m3fn
+            self.kept.append(tuple(weight.shape))
+
+    def linear(self, weight):
+        self._note(weight)
+        return super().linear(weight)
+
+    def experts(self, gate_up, down, *, first_expert, num_experts):
+        self._note(gate_up)
+        self._note(down)
+        return super().experts(gate_up, down, first_expert=first_expert, num_experts=num_experts)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("block", "size"), [((8, 8), 1), ((12, 8), 1), ((6, 16), 2), ((32, 32), 2), ((7, 5), 2)]
+)
+def test_a_backend_that_keeps_fp8_gets_what_is_stored(tmp_path, block, size, expert_parallel):
+    """Dequantised afterwards, the weights are those of the loader; parts that cut blocks come dequantised."""
+    path = write_random_checkpoint(tmp_path)
+    make_fp8(path, block)
+    config = ModelConfig.from_pretrained(path)
+    kept = []
+
+    def weights(tp, dcp, backend):
+        model = load_model(
+            config,
+            path,
+            dtype=torch.float32,
+            backend=backend,
+            tp=tp,
+            dcp=dcp,
+            num_mtp_layers=1,
+            expert_parallel=expert_parallel,
+        )
+        return list(tensors_of(model)), getattr(backend, "kept", [])
+
+    ours = run_ranks(size, 1, 1, lambda tp, dcp: weights(tp, dcp, KeepsFp8()))
+    theirs = run_ranks(size, 1, 1, lambda tp, dcp: weights(tp, dcp, TorchBackend()))
+    for (found, kept), (expected, _) in zip(ours, theirs, strict=True):
+        numbers = [t for t in found if t.is_floating_point()]
+        assert len(numbers) == len([t for t in expected if t.is_floating_point()]) > 50
+        assert all(map(torch.equal, numbers, [t for t in expected if t.is_floating_point()]))
+        hidden, wide, narrow = 64, 96 // size, 24 if expert_parallel else 24 // size
+        num_held = 6 // size if expert_parallel else 6
+        assert ((2 * wide, hidden) in kept) == (wide % block[0] == 0)
+        assert ((hidden, wide) in kept) == (size == 1 or wide % block[1] == 0)
+        assert ((num_held, 2 * narrow, hidden) in kept) == (narrow % block[0] == 0)
+        assert ((num_held, hidden, narrow) in kept) == (narrow == 24 or narrow % block[1] == 0)
+
+
+def test_a_fault_of_kept_fp8_is_found(tmp_path):
+    path = write_random_checkpoint(tmp_path)
+    make_fp8(path, (8, 8))
+    tensors = load_file(path / "model.safetensors")
+    tensors[GATE].view(torch.uint8)[3, 5] = 0x7F
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{GATE} holds NaN"):
+        load_model(
+            ModelConfig.from_pretrained(path),
+            path,
+            dtype=torch.float32,
+            backend=KeepsFp8(),
+            tp=SOLO,
+            dcp=DcpGroup(1, SOLO),
+            num_mtp_layers=1,
+        )
+
+
+def test_kept_fp8_is_counted_as_it_is_kept(tmp_path):
+    path = write_random_checkpoint(tmp_path)
+    make_fp8(path, (8, 8))
+    config = ModelConfig.from_pretrained(path)
+    options = {"dtype": torch.bfloat16, "tp": SOLO, "dcp": DcpGroup(1, SOLO), "num_mtp_layers": 1}
+    progress = LoadProgress()
+    load_model(config, path, backend=KeepsFp8(), progress=progress, **options)
+    with Checkpoint(path, config.weight_block_size) as checkpoint:
+        kept, dequantised = (
+            measure_shard(config, checkpoint.tensors, backend=backend, **options)
+            for backend in (KeepsFp8(), TorchBackend())
+        )
+    assert progress.state().num_bytes == progress.state().total_bytes == kept.file_bytes
+    assert kept.file_bytes == dequantised.file_bytes
+    # Of 2 layers of experts and one dense layer: half of bfloat16, and 4 bytes for 64 values.
+    values = 3 * 64 * (2 * 6 * 24 + 96)
+    assert dequantised.weight_bytes - kept.weight_bytes >= values - values // 16
 
 
 def test_model_equals_the_one_of_dequantised_weights(tmp_path):
