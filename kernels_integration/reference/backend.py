@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels_integration.backend import Routing
+from kernels_integration.backend import Backend, Routing
 from kernels_integration.dcp import DcpGroup, merge_attention
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.kv_layout import INDEXER_KV_DTYPES, KV_CACHE_DTYPES
@@ -29,7 +29,7 @@ def refusal(needs: Needs) -> str | None:
     return CAPABILITIES.refusal(needs)
 
 
-def create(needs: Needs) -> "TorchBackend":
+def create(needs: Needs) -> Backend:
     return TorchBackend(getattr(torch, needs.dtype), torch.device(needs.device))
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_integration.backend import Routing
+from kernels_integration.backend import Backend, Routing
 from kernels_integration.dcp import DcpGroup, merge_attention
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.kv_layout import FP8_DS_MLA, FP8_TILE
@@ -53,7 +53,7 @@ def refusal(needs: Needs) -> str | None:
     return reason
 
 
-def create(needs: Needs) -> "TritonBackend":
+def create(needs: Needs) -> Backend:
     return TritonBackend(getattr(torch, needs.dtype), torch.device(needs.device))
 
 
@@ -96,6 +96,7 @@ class TritonBackend:
 
     name = "triton"
     keeps_transposes = False
+    keeps_fp8 = False
     is_capturable = True
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "cuda", num_parts: int = 0) -> None:
