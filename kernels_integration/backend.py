@@ -26,13 +26,13 @@ from kernels_integration.weight import Weight
 class Linear(Protocol):
     """x [n, in] -> x W^T [n, out], of a weight that it keeps in a layout of its own."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
 class Experts(Protocol):
     """The routed experts that a rank holds: E_e(x) = down(silu(gate x) * up x)."""
 
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, out: Tensor, /) -> Tensor:
         """out[t] += sum of weights[t, j] E_experts[t, j](x[t]) over the experts held here; returns out.
 
         x and out [T, hidden]; experts [T, K] int64, numbered over all ranks; weights [T, K].
