@@ -115,6 +115,8 @@ class CoordinatorEnd:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # A front end that comes back over a new connection, before the end of the old one is noticed.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.bind(bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

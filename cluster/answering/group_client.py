@@ -9,6 +9,7 @@ from types import TracebackType
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from actors.requests import Request, SequenceKey
 from actors.stats import GroupStats
@@ -22,26 +23,37 @@ from kernels_integration.errors import UnavailableError
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 3.0
-"""A coordinator not heard for so long is taken for lost."""
+"""A coordinator not heard for so long gets no new requests."""
+GIVE_UP_S = 60.0
+"""One that lives, as its connection shows, and was not heard for so long loses those that it has."""
+UNREACHABLE_MS = 4000
+"""A node that acknowledges nothing for so long has lost its connection."""
+_LAST_WORDS_S = 0.05
+"""For what a coordinator said before it went to be read."""
 
 
 class GroupClient:
     """A Group of one event loop, over sockets.
 
     `request_address` comes from GroupHandle. `connect` (or `async with`) starts it in the running loop.
+    A coordinator that is silent is slow; one whose connection is closed is dead, and known to be at once.
     A sequence that it ends by itself, for whatever reason, it ends at the coordinator too: nothing runs
     without a reader.
     """
 
-    def __init__(self, request_address: str, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, request_address: str, *, silence_s: float = SILENCE_S, give_up_s: float = GIVE_UP_S
+    ) -> None:
         self.request_address = request_address
         self._hearing: Hearing[str] = Hearing(silence_s)
+        self._give_up_s = give_up_s
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._live: dict[SequenceKey, Deliver] = {}
         self._beat: GroupBeat | None = None
         self._heard_at_s = 0.0
-        self._is_silent = False
+        self._trouble = ""
+        """Why the coordinator is taken for silent or gone; "" while it is heard."""
         self._first_beat = asyncio.Event()
 
     @property
@@ -52,17 +64,14 @@ class GroupClient:
     @property
     def healthy(self) -> bool:
         """The coordinator was heard within the last seconds and all of its shards live."""
-        return self._beat is not None and self._beat.healthy and not self._is_silent
+        return self._beat is not None and self._beat.healthy and not self._trouble
 
     @property
     def message(self) -> str:
         """Why the group is not healthy, in words."""
         if self._beat is None:
             return f"no heartbeat from the coordinator at {self.request_address} yet"
-        if self._is_silent:
-            silence_s = time.monotonic() - self._heard_at_s
-            return f"no heartbeat from the coordinator at {self.request_address} for {silence_s:.1f} s"
-        return self._beat.message
+        return self._trouble or self._beat.message
 
     async def connect(self, timeout_s: float = 10.0) -> None:
         """Wait for the coordinator's first heartbeat.
@@ -75,11 +84,14 @@ class GroupClient:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, 500)
+            socket.setsockopt(zmq.TCP_MAXRT, UNREACHABLE_MS)
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             socket.connect(self.request_address)
             self._socket = socket
             self._tasks = [
                 asyncio.create_task(self._receive(socket), name="group-client-receive"),
                 asyncio.create_task(self._keep_alive(), name="group-client-beat"),
+                asyncio.create_task(self._watch(monitor), name="group-client-watch"),
             ]
         try:
             await asyncio.wait_for(self._first_beat.wait(), timeout_s)
@@ -115,6 +127,7 @@ class GroupClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
         self._socket.close()
         self._socket = None
 
@@ -139,7 +152,7 @@ class GroupClient:
                 logger.exception("a message of the coordinator could not be read")
                 continue
             self._hearing.heard(self.request_address)
-            self._heard_at_s, self._is_silent = time.monotonic(), False
+            self._heard_at_s, self._trouble = time.monotonic(), ""
             if isinstance(message, Updates):
                 self._dispatch(message)
             else:
@@ -161,8 +174,23 @@ class GroupClient:
             self._send(Hello())
             await asyncio.sleep(request_channel.BEAT_S)
             if self._hearing.silent():
-                self._is_silent = True
-                self._fail(self.message)
+                silence_s = time.monotonic() - self._heard_at_s
+                self._trouble = (
+                    f"no heartbeat from the coordinator at {self.request_address} for {silence_s:.1f} s"
+                )
+                if silence_s > self._give_up_s:
+                    self._fail(self._trouble)
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """A connection that is closed, by the coordinator's end, its process's or its node's."""
+        while True:
+            await recv_monitor_message(monitor)
+            await asyncio.sleep(_LAST_WORDS_S)
+            self._trouble = (
+                f"the connection to the coordinator at {self.request_address} was closed: it has ended, or "
+                "its process or node is gone"
+            )
+            self._fail(self._trouble)
 
     def _fail(self, reason: str) -> None:
         """End every live sequence, here and at the coordinator, which may only have been away."""

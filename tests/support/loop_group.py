@@ -79,7 +79,7 @@ class LoopGroup:
 @asynccontextmanager
 async def served(group: LoopGroup) -> AsyncIterator[GroupClient]:
     group.start()
-    client = GroupClient(group.address, silence_s=1.0)
+    client = GroupClient(group.address, silence_s=1.0, give_up_s=1.0)
     try:
         await client.connect()
         await eventually(lambda: client.healthy)

@@ -314,7 +314,7 @@ async def test_stopping_ends_live_requests_and_lets_the_shards_go() -> None:
 async def test_a_lost_coordinator_fails_live_requests() -> None:
     context: zmq.Context[Any] = zmq.Context()
     end = request_channel.CoordinatorEnd(context=context)
-    client = GroupClient(end.address, silence_s=0.3)
+    client = GroupClient(end.address, silence_s=0.3, give_up_s=0.3)
     connecting = asyncio.create_task(client.connect())
     while not end.receive():
         await asyncio.sleep(0.01)

@@ -18,7 +18,7 @@ from cluster.answering.group_client import GroupClient
 from kernels_integration.errors import InvalidRequestError, LatentrayError, UnavailableError
 from tests.support import streams
 from tests.support.loop_group import LoopGroup, endless, eventually, served
-from tests.support.scripted_coordinator import request
+from tests.support.scripted_coordinator import ScriptedCoordinator, request
 
 NESTED = b"\x91" * 200_000 + b"\xc0"
 
@@ -169,6 +169,44 @@ async def test_streams_that_fail_here_end_at_a_coordinator_that_was_only_away() 
         await eventually(lambda: group.coordinator.aborted == ["r"])
         await eventually(lambda: client.healthy)
         assert await streams.tokens_of(client, request("r")) == [0, 1, 2]
+
+
+async def test_a_coordinator_that_is_silent_is_slow_and_gets_nothing_new() -> None:
+    group = LoopGroup(endless(0.002))
+    group.start()
+    async with GroupClient(group.address, silence_s=0.5) as client:
+        await eventually(lambda: client.healthy)
+        live = asyncio.create_task(streams.tokens_of(client, request("r", 10**6)))
+        await eventually(lambda: len(group.coordinator.live) == 1)
+        num_steps = group.coordinator.step
+        group.pause(2.5)
+        await eventually(lambda: not client.healthy)
+        with pytest.raises(UnavailableError, match="no heartbeat"):
+            await streams.tokens_of(client, request("late"))
+        await eventually(lambda: client.healthy)
+        await eventually(lambda: group.coordinator.step > num_steps + 20)
+        assert not live.done(), "the stream went on"
+        live.cancel()
+    group.stop()
+
+
+async def test_a_closed_connection_is_a_death_and_known_at_once() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    end = CoordinatorEnd(context=context)
+    client = GroupClient(end.address, silence_s=600)
+    connecting = asyncio.create_task(client.connect())
+    await eventually(lambda: bool(end.receive()))
+    end.beat(request_channel.GroupBeat(healthy=True, message="ready", stats=ScriptedCoordinator().stats()))
+    await connecting
+    live = asyncio.create_task(streams.tokens_of(client, request("r")))
+    await eventually(lambda: bool(end.receive()))
+    end.close()
+    with pytest.raises(UnavailableError, match="was closed"):
+        await asyncio.wait_for(live, 5)
+    assert not client.healthy
+    assert "was closed" in client.message
+    await client.close()
+    context.destroy(linger=0)
 
 
 async def test_a_coordinator_that_was_away_does_not_take_its_clients_for_dead() -> None:
