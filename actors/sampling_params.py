@@ -278,3 +278,7 @@ def _declared() -> Mapping[str, Parameter]:
 
 PARAMETERS = _declared()
 """Every parameter's declaration, by its name."""
+TOKEN_ID_PARAMETERS = tuple(
+    name for name, row in PARAMETERS.items() if isinstance(row.kind, TokenIds | TokenValues)
+)
+"""Those whose entries must be tokens of the vocabulary, which only a front end knows."""

@@ -5,7 +5,7 @@ from itertools import chain
 from actors.config import GroupConfig
 from actors.coordinator.blocks import BlockManager
 from actors.requests import Request
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidRequestError, shown
 
 
 def require_prompt_fits(num_tokens: int, max_model_len: int) -> None:
@@ -34,7 +34,7 @@ def checked_limit(request: Request, config: GroupConfig, blocks: BlockManager, *
         )
     if params.stop and not has_tokenizer:
         raise InvalidRequestError(
-            f"stop is {params.stop!r}; stop strings need a tokenizer, which this group does not have; "
+            f"stop is {shown(params.stop)}; stop strings need a tokenizer, which this group does not have; "
             "use stop_token_ids, or start the group with a tokenizer",
             field="stop",
         )

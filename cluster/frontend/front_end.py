@@ -15,7 +15,12 @@ from actors.model.config import ModelConfig
 from actors.model.model_folder import ModelFolder
 from actors.parameter_kinds import is_text
 from actors.requests import Request
-from actors.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS, SamplingParams
+from actors.sampling_params import (
+    ALL_LOGPROBS,
+    DEFAULT_MAX_LOGPROBS,
+    TOKEN_ID_PARAMETERS,
+    SamplingParams,
+)
 from cluster.chat.messages import checked_messages, checked_tools
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
 from cluster.frontend.limits import require_token_ids, with_fitting_length
@@ -240,7 +245,7 @@ class ModelFrontend:
 
     def _effective(self, params: SamplingParams) -> SamplingParams:
         """Token ids checked, -1 logprobs resolved. Errors: InvalidRequestError."""
-        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for field in TOKEN_ID_PARAMETERS:
             self._require_token_ids(getattr(params, field) or (), field)
         counts = {}
         for field in ("logprobs", "prompt_logprobs"):

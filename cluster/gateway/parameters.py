@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.sampling_params import PARAMETERS, Parameter, SamplingParams, Wire
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import MAX_SHOWN, InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,15 @@ SERVED_INPUTS = frozenset({"request_id", "tokenized", "text", "sampling_params",
 
 
 def prompt(request: pb.GenerateRequest) -> str | Sequence[int]:
-    """The request's text, or its token ids. Errors: InvalidRequestError when it has neither."""
+    """The request's text, or its token ids, which nobody has looked at yet.
+
+    Errors: InvalidRequestError when it has neither.
+    """
     _refuse_unserved(request, UNSERVED_INPUTS)
     match request.WhichOneof("input"):
         case "tokenized":
-            return tuple(request.tokenized.input_ids)
+            ids: Sequence[int] = request.tokenized.input_ids
+            return ids
         case "text":
             return str(request.text)
     raise InvalidRequestError("the request has no input; set tokenized.input_ids or text", field="input")
@@ -148,7 +153,10 @@ def _refuse_unserved(message: Any, table: Sequence[Unserved]) -> None:
 
 
 def _shown(value: Any) -> str:
-    text = " ".join(str(value).split())
+    """A value, or its beginning, in one line; of a large message only the size."""
+    if isinstance(value, Message) and value.ByteSize() > MAX_SHOWN:
+        return f"a message of {value.ByteSize()} bytes"
+    text = " ".join(str(value[:MAX_SHOWN] if isinstance(value, str | bytes) else value).split())
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 

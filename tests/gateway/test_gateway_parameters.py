@@ -122,7 +122,7 @@ def test_presence_rules():
 
 def test_original_text_is_never_used():
     tokenized = pb.TokenizedInput(input_ids=[1, 2], original_text="something else")
-    assert parameters.prompt(pb.GenerateRequest(tokenized=tokenized)) == (1, 2)
+    assert list(parameters.prompt(pb.GenerateRequest(tokenized=tokenized))) == [1, 2]
 
 
 @given(st.decimals(min_value=0, max_value=100, places=4))
@@ -130,3 +130,31 @@ def test_a_decimal_survives_the_wire_s_float32(value):
     message = pb.SamplingParams(temperature=float(value))
     assert math.isclose(message.temperature, value, rel_tol=1e-6)
     assert parameters.sampling_params(message).temperature == float(value)
+
+
+@pytest.mark.parametrize(
+    ("field", "entries"),
+    [
+        ("stop_token_ids", [1] * 4_000_000),
+        ("stop", ["a"] * 1_000_000),
+        ("logit_bias", dict.fromkeys(range(200_000), 1.0)),
+    ],
+    ids=["stop_token_ids", "stop", "logit_bias"],
+)
+def test_a_list_without_end_is_refused_by_its_length(field, entries):
+    """Before its entries become Python's: that alone would take as long as reading the message."""
+    message = pb.SamplingParams(**{field: entries})
+    with pytest.raises(
+        InvalidRequestError, match=rf"{field} holds {len(entries)} entries; it must be"
+    ) as caught:
+        parameters.sampling_params(message)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_is_refused_is_shown_by_its_beginning():
+    with pytest.raises(InvalidRequestError, match=r"json_schema is x{80}\.\.\., which") as caught:
+        parameters.sampling_params(pb.SamplingParams(json_schema="x" * 1_000_000))
+    assert len(str(caught.value)) < 300
+    large = pb.ChoiceConstraint(choices=["abc"] * 100_000)
+    with pytest.raises(InvalidRequestError, match="choice is a message of 500000 bytes"):
+        parameters.sampling_params(pb.SamplingParams(choice=large))

@@ -62,8 +62,8 @@ def test_every_parameter_of_the_wire_is_tried_above():
 def test_a_prompt_is_text_or_ids():
     params = SamplingParams()
     assert parameters.prompt(wire.generate_request("r", "text", params, stream=True)) == "text"
-    assert parameters.prompt(wire.generate_request("r", (1, 2), params, stream=True)) == (1, 2)
-    assert parameters.prompt(wire.generate_request("r", [], params, stream=True)) == ()
+    assert list(parameters.prompt(wire.generate_request("r", (1, 2), params, stream=True))) == [1, 2]
+    assert list(parameters.prompt(wire.generate_request("r", [], params, stream=True))) == []
 
 
 @pytest.mark.parametrize("prompt", [[-1], ["a"], [1.5], [2**32], None, 7])

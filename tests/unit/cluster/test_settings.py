@@ -1,13 +1,20 @@
 """Sources of settings: precedence, parsing, and what is said of mistakes."""
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from cluster.config import EngineArgs, ServeArgs, load_settings
+import cluster
+from cluster.cli.engine_flags import with_settings
+from cluster.config import EngineArgs, ServeArgs, Settings, load_settings
+from cluster.config.setting import Setting, declared
 from cluster.config.sizes import format_size, parse_size
+from cluster.config.values import Count
 from kernels_integration.errors import ConfigError
 
 
@@ -181,3 +188,46 @@ def test_the_schema_shows_every_setting_with_its_bounds() -> None:
     drafts = properties["num_speculative_tokens"]["anyOf"][0]
     assert (drafts["minimum"], drafts["maximum"]) == (0, 8)
     assert properties["attention_backend"]["enum"] == ["auto", "torch", "triton", "aiter"]
+
+
+def test_a_setting_stands_where_it_is_declared_and_where_it_is_used() -> None:
+    """One that is passed on as it is: its declaration, the processes' configuration, and its user."""
+    root = Path(cluster.__file__).parents[1]
+    files = [*root.glob("actors/**/*.py"), *root.glob("cluster/**/*.py")]
+    for name, user in (
+        ("prefix_caching_hash_algo", "actors/coordinator/coordinator.py"),
+        ("max_logprobs", "cluster/frontend/front_end.py"),
+    ):
+        word = re.compile(rf"\b{name}\b")
+        found = {
+            str(file.relative_to(root)) for file in files if word.search(file.read_text(encoding="utf-8"))
+        }
+        assert found == {"cluster/config/args.py", "actors/config.py", user}
+
+
+def test_a_setting_that_says_nowhere_what_is_legal_is_a_mistake() -> None:
+    class Careless(EngineArgs):
+        more: Annotated[int, Setting("More.", group="Model")] = 1
+
+    with pytest.raises(TypeError, match="setting more says nowhere what is legal"):
+        declared(Careless)
+
+
+def test_a_new_field_is_a_setting_everywhere() -> None:
+    class Larger(EngineArgs):
+        more: Annotated[Count | None, Setting("More of it.", group="Model")] = None
+
+    setting = declared(Larger)["more"]
+    assert (setting.flag, setting.variable, setting.key) == ("--more", "LATENTRAY_MORE", "more")
+    assert (setting.rule, setting.metavar, setting.default) == ("a whole number >= 1", "N", "none")
+    assert load_settings(Larger, {"more": "3"}, environ={}).args.more == 3
+    with pytest.raises(ConfigError, match="--more is 'x'; it must be a whole number >= 1"):
+        load_settings(Larger, {"more": "x"}, spelling="flag", environ={})
+    assert Larger.model_json_schema()["properties"]["more"]["description"] == "More of it."
+    app = typer.Typer()
+
+    def command(settings: Settings[Larger]) -> None:
+        typer.echo(settings.args.more)
+
+    app.command()(with_settings(Larger)(command))
+    assert CliRunner().invoke(app, ["--more", "5"]).output == "5\n"
