@@ -1,5 +1,7 @@
 """Names that people bring from other engines, and what stands for them here."""
 
+import re
+
 from kernels_integration.errors import ConfigError
 
 _TP = "use --tensor-parallel-size or -tp"
@@ -71,7 +73,17 @@ OTHER_ENGINES = {
 """Name with underscores -> what to do. None of them is a setting or a flag here."""
 
 
-def refuse_foreign(name: str) -> None:
-    """Errors: ConfigError that says what to do instead of a name of another engine."""
+def refuse_foreign(name: str, *, as_keyword: bool = False) -> None:
+    """Errors: ConfigError that says what to do instead of a name of another engine.
+
+    as_keyword: spell settings as Python's keywords.
+    """
     if name in OTHER_ENGINES:
-        raise ConfigError(f"there is no {name}: {OTHER_ENGINES[name]}")
+        words = OTHER_ENGINES[name]
+        raise ConfigError(f"there is no {name}: {_in_python(words) if as_keyword else words}")
+
+
+def _in_python(words: str) -> str:
+    words = re.sub(r" or -\w+", "", words)
+    words = re.sub(r"--no-([a-z-]+)", r"--\1=False", words)
+    return re.sub(r"--([a-z-]+)", lambda match: match[1].replace("-", "_"), words)

@@ -89,7 +89,7 @@ def load_settings(
 def _given_layer(cls: type[EngineArgs], given: Mapping[str, Any], spelling: Spelling) -> _Layer:
     """Flags that were not set are None; a keyword of None means the default as well."""
     for name in given.keys() - cls.model_fields.keys():
-        refuse_foreign(name)
+        refuse_foreign(name, as_keyword=True)
         raise ConfigError(
             f"unknown keyword {name}{nearest(name, cls.model_fields)} "
             f"(legal keywords: {', '.join(cls.model_fields)})"

@@ -352,3 +352,23 @@ def test_memory_of_other_machines_is_not_judged(monkeypatch: pytest.MonkeyPatch)
     assert [memory_check(config, address)[0] for address in (None, "local", "auto")] == [False, False, True]
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert memory_check(config, None)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tp", "use tensor_parallel_size"),
+        ("disable_radix_cache", "use enable_prefix_caching=False"),
+        ("gpu_memory_utilization", "use kv_cache_memory_bytes, which takes a size such as 2G, not a share"),
+    ],
+)
+def test_keywords_of_other_engines_are_explained_in_python(name: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(EngineArgs, {name: 1}, environ={})
+    assert str(caught.value) == f"there is no {name}: {words}"
+
+
+def test_every_parameter_is_in_the_page_on_sampling() -> None:
+    page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    table = page[page.index("| parameter |") :].split("\n\n")[0]
+    assert [name for name in PARAMETERS if f"`{name}`" not in table] == []
