@@ -50,12 +50,13 @@ class Scores(NamedTuple):
         """Of logits without noise."""
         return cls(value, torch.zeros_like(value))
 
-    def best(self, token: Tensor) -> tuple["Scores", Tensor]:
-        """([R] best of [N, R] over the first dim, its token [R]), ties to the lower; NaN wins."""
-        value = self.value.amax(dim=0)
-        rest = self.rest.masked_fill(self.value != value, -torch.inf).amax(dim=0)
+    def best(self, token: Tensor, dim: int = 0) -> tuple["Scores", Tensor]:
+        """The best over a dimension, and its token, ties to the lower; NaN wins."""
+        value = self.value.amax(dim=dim, keepdim=True)
+        rest = self.rest.masked_fill(self.value != value, -torch.inf).amax(dim=dim, keepdim=True)
         lost = (self.value != value) | (self.rest != rest)
-        return Scores(value, rest), token.masked_fill(lost, torch.iinfo(torch.int64).max).amin(dim=0)
+        tokens = token.masked_fill(lost, torch.iinfo(torch.int64).max).amin(dim=dim)
+        return Scores(value.squeeze(dim), rest.squeeze(dim)), tokens
 
 
 def race(
