@@ -16,9 +16,30 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """What the shapes of a step's verifies follow from: one graph each."""
+
+    num_places: int
+    """B"""
+    k_max: int
+    """K"""
+    num_fill_rows: int
+    """F: at least the pending rows of every request that fills; 0 when none does."""
+    max_visible: int
+    """At least the tokens that any verify, draft or fill row sees."""
+    has_filters: bool
+    """Some request may be cut by top-k, top-p or min-p."""
+
+    @property
+    def num_verify_rows(self) -> int:
+        return self.num_places * (self.k_max + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
     """Shapes and host-known values of one step. Of the B places the first V are taken."""
 
+    shape: DecodeShape
     slots: Int64s
     """[B] state slot; `nobody` in places that are not taken."""
     k: Int64s
@@ -27,14 +48,9 @@ class StepLayout:
     """[B]"""
     num_verifies: int
     """V"""
-    num_fill_rows: int
-    """F: at least the pending rows of every request that fills; 0 when none does."""
-    max_visible: int
-    """At least the tokens that any verify, draft or fill row sees."""
     chunks: StepRows
     """Of the chunks alone."""
     has_rules: bool
-    has_filters: bool
     num_logprobs: int
     """The most alternatives asked for; -1: nobody asked."""
     logprob_rows: Int64s
@@ -42,15 +58,11 @@ class StepLayout:
 
     @property
     def num_places(self) -> int:
-        return len(self.slots)
-
-    @property
-    def k_max(self) -> int:
-        return int(self.k[0]) if self.num_verifies else 0
+        return self.shape.num_places
 
     @property
     def num_verify_rows(self) -> int:
-        return self.num_places * (self.k_max + 1)
+        return self.shape.num_verify_rows
 
     def taken(self, width: int, num_taken: Int64s) -> Int64s:
         """Places in a flattened [B, width] of the first num_taken[v] columns of each of the V requests."""
@@ -61,8 +73,11 @@ class StepLayout:
 class HostView:
     """What the host decides by, per state slot: what admissions say, and bounds of what the device knows."""
 
-    def __init__(self, num_slots: int, *, capacity: int) -> None:
+    def __init__(self, num_slots: int, *, capacity: int, max_model_len: int, index_topk: int | None) -> None:
+        """capacity: of pending rows. index_topk: None without an indexer."""
         self._capacity = capacity
+        self._max_model_len = max_model_len
+        self._index_topk = index_topk
         self.nobody = num_slots
         rows = num_slots + 1
         self._admission = np.full(rows, -1, np.int64)
@@ -96,10 +111,10 @@ class HostView:
         self._num_blocks[slots] += counts
         return slots[request], entries, step.new_blocks.astype(np.int64)
 
-    def layout(self, step: StepInput, num_places: int) -> StepLayout:
-        """num_places: B, at least the step's verifies."""
+    def layout(self, step: StepInput) -> StepLayout:
         assert (self._admission[step.slot] == step.admission).all(), "a row of a request not admitted here"
         num_verifies = int((step.kind == RowKind.VERIFY).sum())
+        num_places = self._bucket(num_verifies)
         slots = np.full(num_places, self.nobody)
         slots[:num_verifies] = step.slot[:num_verifies]
         k, fill = np.zeros(num_places, np.int64), np.zeros(num_places, bool)
@@ -111,16 +126,21 @@ class HostView:
         asked = self._num_logprobs[drawing]
         k_max = int(k[0]) if num_verifies else 0
         after = np.minimum(self._most[taken] + k[:num_verifies] + 1, self._limit[taken] - 1)
+        shape = DecodeShape(
+            num_places=num_places,
+            k_max=k_max,
+            num_fill_rows=self._fill_bucket(int(self._most_pending[slots[fill]].max(initial=0)), k_max),
+            max_visible=self._visible_bucket(int(after.max(initial=0))),
+            has_filters=bool(self._has_filters[drawing].any()),
+        )
         layout = StepLayout(
+            shape=shape,
             slots=slots,
             k=k,
             fill=fill,
             num_verifies=num_verifies,
-            num_fill_rows=int(self._most_pending[slots[fill]].max(initial=0)),
-            max_visible=int(after.max(initial=0)),
             chunks=chunks,
             has_rules=bool(self.has_rules[drawing].any()),
-            has_filters=bool(self._has_filters[drawing].any()),
             num_logprobs=int(asked.max(initial=-1)),
             logprob_rows=_logprob_rows(asked, k[:num_verifies], num_places, k_max),
         )
@@ -139,6 +159,24 @@ class HostView:
     def carry(self, chunks: StepRows) -> None:
         """The middle chunks have carried their last state on."""
         self._carried_to[chunks.slots[chunks.middle]] = (chunks.starts + chunks.counts)[chunks.middle]
+
+    def _bucket(self, num_verifies: int) -> int:
+        """The smallest bucket that holds them: a power of two, or all slots."""
+        if not num_verifies:
+            return 0
+        return min(1 << (num_verifies - 1).bit_length(), self.nobody)
+
+    def _fill_bucket(self, num_pending: int, k_max: int) -> int:
+        """After a step of as many drafts at most K + 1 rows wait; otherwise all that may."""
+        if num_pending <= k_max + 1:
+            return k_max + 1 if num_pending else 0
+        return self._capacity
+
+    def _visible_bucket(self, num_visible: int) -> int:
+        """Up to index_topk attention is dense, beyond it rows select; without an indexer: powers of two."""
+        if self._index_topk is not None:
+            return self._index_topk if num_visible <= self._index_topk else self._max_model_len
+        return min(1 << max(num_visible - 1, 0).bit_length(), self._max_model_len)
 
     def _chunks(self, step: StepInput, num_verifies: int) -> StepRows:
         slots = step.slot[num_verifies:].astype(np.int64)

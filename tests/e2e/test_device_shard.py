@@ -20,6 +20,7 @@ from actors.messages import RowKind, StepInput, StepOutput, TokenLogprobs
 from actors.requests import Request
 from actors.shard.boundary import Boundary
 from actors.shard.build import build_shard
+from actors.shard.device_passes import DevicePasses, Passed
 from actors.shard.device_shard import DeviceShard
 from cluster.answering.choices import choices
 from kernels_integration.token_marks import MASKED
@@ -45,6 +46,8 @@ class _Both:
         reports: list[StepOutput] = []
         self._ragged.execute(step, reports.append)
         self._fixed.execute(step, reports.append)
+        if not reports:  # not rank 0
+            return
         expected, found = reports
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert found.length.tolist() == expected.length.tolist()
@@ -112,9 +115,13 @@ def _requests(rng: random.Random, num: int) -> list[Request]:
 
 def _config(rng: random.Random) -> dict[str, Any]:
     block_size, k = rng.choice([1, 4, 16]), rng.choice([0, 1, 3, 5, 8])
-    least = -(-(MAX_LEN - 1) // block_size)
+    tp, dcp = rng.choice([(1, 1), (1, 1), (1, 1), (2, 1), (2, 2)])
+    least = -(-(MAX_LEN - 1) // (block_size * dcp))
     is_table = rng.random() < 0.4
     return {
+        "tensor_parallel_size": tp,
+        "decode_context_parallel_size": dcp,
+        "cp_kv_cache_interleave_size": rng.choice([1, block_size]),
         "max_model_len": MAX_LEN,
         "num_speculative_tokens": k,
         "num_speculative_tokens_per_batch_size": ((1, 1, k), (2, 3, 0), (4, 99, k // 2)) if is_table else (),
@@ -184,7 +191,7 @@ def test_several_modules(tmp_path, num_modules, scheduling) -> None:
 
 
 class _Recording(TorchDispatchMode):
-    """Operators and shapes of what runs outside the model; refuses what needs a value on the host."""
+    """Operators and shapes of what the passes run outside the model; refuses what the host would wait for."""
 
     REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 
@@ -212,11 +219,11 @@ class _Recording(TorchDispatchMode):
 
         @functools.wraps(call)
         def paused(*args: Any, **kwargs: Any) -> Any:
-            self.is_paused = True
+            was_paused, self.is_paused = self.is_paused, True
             try:
                 return call(*args, **kwargs)
             finally:
-                self.is_paused = False
+                self.is_paused = was_paused
 
         return paused
 
@@ -238,23 +245,25 @@ def _decode_steps(k: int, mode: _Recording, monkeypatch: pytest.MonkeyPatch) -> 
 
     for name in ("forward", "mtp_forward", "logits"):
         monkeypatch.setattr(shard._model, name, mode.pausing(getattr(shard._model, name)))
-    down, output = Boundary.down, DeviceShard._output
-    reading = False
+    mode.is_paused = True
+    passes_run = DevicePasses.run
 
-    def refusing_down(self: Boundary, tensor: torch.Tensor) -> Any:
-        assert reading, "read back before the report"
-        return down(self, tensor)
-
-    def reading_output(self: DeviceShard, *args: Any) -> StepOutput:
-        nonlocal reading
-        reading = True
+    def recorded_run(self: DevicePasses, *args: Any, **kwargs: Any) -> Passed:
+        mode.is_paused = False
         try:
-            return mode.pausing(output)(self, *args)
+            return passes_run(self, *args, **kwargs)
         finally:
-            reading = False
+            mode.is_paused = True
 
-    monkeypatch.setattr(Boundary, "down", refusing_down)
-    monkeypatch.setattr(DeviceShard, "_output", reading_output)
+    monkeypatch.setattr(DevicePasses, "run", recorded_run)
+    for name in ("up", "down"):
+        carry = getattr(Boundary, name)
+
+        def refusing(self: Boundary, value: Any, carry: Any = carry, name: str = name) -> Any:
+            assert mode.is_paused, f"Boundary.{name} between the passes"
+            return carry(self, value)
+
+        monkeypatch.setattr(Boundary, name, refusing)
     for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
         original = getattr(torch.Tensor, name)
 
