@@ -24,6 +24,8 @@ ITEM_SIZES = {
 }
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+_MAX_NAME = 1024
+"""Characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +103,12 @@ class SafetensorsFile:
             header = json.loads(text, object_pairs_hook=self._without_repetition)
             header.pop("__metadata__", None)
             for name, entry in header.items():
-                (name + str(entry["dtype"])).encode()  # a ValueError where no message could show it
+                for word in (name, entry["dtype"]):
+                    _require_showable(word)
                 start, end = entry["data_offsets"]
                 info = TensorInfo(
                     shape=tuple(map(_count, entry["shape"])),
-                    dtype=str(entry["dtype"]),
+                    dtype=entry["dtype"],
                     file=self.path.name,
                     offset=8 + length + _count(start),
                 )
@@ -148,6 +151,13 @@ class SafetensorsFile:
             self.problems.append(
                 f"{self.path}: {num_bytes - position} bytes follow the last tensor; download the file again"
             )
+
+
+def _require_showable(word: object) -> None:
+    """Messages quote it. Errors: ValueError."""
+    if not isinstance(word, str) or len(word) > _MAX_NAME:
+        raise ValueError(f"{shown(word)} is no name")
+    word.encode()  # half of a surrogate pair is a ValueError
 
 
 def _count(value: object) -> int:

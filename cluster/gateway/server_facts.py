@@ -1,30 +1,29 @@
 """What GetModelInfo and GetServerInfo say: facts that do not change while a server lives."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.config import GroupConfig
 from cluster.frontend.front_end import ModelFrontend
+from cluster.tokenizer.files import CONFIG
 
 SERVER_TYPE = "vllm-grpc"
 """Routers recognise the protocol by it."""
 
 
 def model_info(config: GroupConfig, frontend: ModelFrontend) -> pb.GetModelInfoResponse:
-    model = _read_json(Path(config.model_path) / "config.json")
+    model = frontend.tokenizer.files.object(CONFIG)
     return pb.GetModelInfoResponse(
         model_path=config.model_path,
         is_generation=True,
         max_context_length=config.max_model_len,
-        vocab_size=model["vocab_size"],
+        vocab_size=frontend.vocab_size,
         supports_vision=False,
         served_model_name=config.served_model_name,
         tokenizer_path=config.model_path,
-        model_type=model["model_type"],
-        architectures=model.get("architectures") or [],
+        model_type=str(model.get("model_type", "")),
+        architectures=_texts(model.get("architectures")),
         eos_token_ids=frontend.eos_token_ids,
         pad_token_id=_token_id(model.get("pad_token_id")),
         bos_token_id=_token_id(model.get("bos_token_id")),
@@ -45,11 +44,13 @@ def server_info(config: GroupConfig) -> pb.GetServerInfoResponse:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+def _texts(value: object) -> list[str]:
+    return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
 
 
-def _token_id(value: int | list[int] | None) -> int:
+def _token_id(value: object) -> int:
     """The proto holds one id and has no "none"; vLLM's server says 0 then."""
-    return (value[0] if isinstance(value, list) else value) or 0
+    first = value[0] if isinstance(value, list) and value else value
+    if not isinstance(first, int) or isinstance(first, bool):
+        return 0
+    return first if 0 <= first < 2**31 else 0

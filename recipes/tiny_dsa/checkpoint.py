@@ -45,7 +45,10 @@ def hf_config(config: TinyConfig) -> dict[str, Any]:
     shape = dataclasses.asdict(config)
     rope_theta = shape.pop("rope_theta")
     return {
-        "architectures": ["DeepseekV32ForCausalLM"],
+        # GLM's name for the same layers: routers write the chats of DeepSeek-V3.2's class in a form of their
+        # own, on which this model was not trained, and those of GLM's by the template. Weights are read by
+        # model_type.
+        "architectures": ["GlmMoeDsaForCausalLM"],
         "model_type": "deepseek_v32",
         **shape,
         "num_key_value_heads": config.num_attention_heads,

@@ -19,7 +19,6 @@ from tests.support.inline_client import InlineClient
 from tests.support.scripted_group import until
 
 pytestmark = [pytest.mark.gateway, pytest.mark.slow]
-# The router renders chats of this architecture by its own template, which the bundled model never saw.
 QUESTION = "<|bos|><|user|>What is the capital of Germany?<|assistant|>"
 
 
@@ -40,6 +39,19 @@ class Router:
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         return urllib.request.urlopen(request, timeout=timeout_s)
+
+    async def chat(self, *messages: dict[str, str], **body: Any) -> dict[str, Any]:
+        def run() -> dict[str, Any]:
+            sent = {"model": "tiny-dsa", "messages": messages, "temperature": 0, "max_tokens": 30} | body
+            request = urllib.request.Request(
+                f"{self.url}/v1/chat/completions",
+                json.dumps(sent).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+
+        return await asyncio.to_thread(run)
 
     async def complete(self, **body: Any) -> dict[str, Any]:
         def run() -> dict[str, Any]:
@@ -118,6 +130,17 @@ async def test_the_router_streams_completes_and_aborts(router, group):
     with pytest.raises(urllib.error.HTTPError) as caught:
         await router.complete(temperature=-1)
     assert caught.value.code == 400
+
+
+async def test_a_chat_with_the_bundled_model_is_answered_rightly(router, group):
+    """The router renders chats itself, and chooses how by the model's architectures."""
+    answer = await router.chat({"role": "user", "content": "What is the capital of Germany?"})
+    choice = answer["choices"][0]
+    assert choice["message"]["content"] == "The capital of Germany is Berlin."
+    assert choice["finish_reason"] == "stop"
+    frontend = ModelFrontend.from_pretrained(TINY_DSA, served_model_name="tiny-dsa", max_model_len=64)
+    chat = [{"role": "user", "content": "What is the capital of Germany?"}]
+    assert answer["usage"]["prompt_tokens"] == len(frontend.render_chat(chat))
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,6 +1,8 @@
 """Checkpoints as people really have them: what loads, and what the message says of the rest."""
 
 import json
+import random
+import re
 
 import pytest
 import torch
@@ -109,3 +111,40 @@ def test_a_stack_of_experts_that_no_file_could_hold_is_not_expanded(path):
     header = json.dumps({name: entry}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     assert f"unexpected  {name}, shape [1000000000, 0, 1] in {file.name}" in problems(path)[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_damage_to_a_header_is_a_problem_and_never_another_exception(path, seed):
+    """Bytes changed, cut and inserted; numbers, shapes and names replaced by what JSON can hold."""
+    rng = random.Random(seed)
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + length], content[8 + length :]
+    values = [
+        b"-1",
+        b"1e9",
+        b"null",
+        b"[]",
+        b"{}",
+        b'"\\ud800"',
+        b"7" * 5000,
+        b"1" * 18,
+        b"true",
+        b"[" * 5000,
+    ]
+    for _ in range(15):
+        text = bytearray(header)
+        if rng.random() < 0.5:
+            at = rng.choice([match.start() for match in re.finditer(rb"\d+|\"F32\"", header)])
+            end = re.compile(rb"\d+|\"F32\"").match(header, at).end()
+            text[at:end] = rng.choice(values)
+        for _ in range(rng.randrange(3)):
+            at = rng.randrange(len(text))
+            text[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        size = len(text) if rng.random() < 0.8 else rng.choice([0, 2**63, len(text) // 2, len(content)])
+        file.write_bytes(size.to_bytes(8, "little") + bytes(text) + data)
+        found, _ = problems(path)
+        assert max(map(len, found), default=0) < 5000, [p[:300] for p in found if len(p) >= 5000]
+        if bytes(text) != header:
+            resolve(EngineArgs(model=str(path)))  # reads the names alone, and leaves the rest to the loader
