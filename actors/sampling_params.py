@@ -68,13 +68,18 @@ class Parameter:
         """The legal value in its one form. Errors: InvalidRequestError: name, value, rule."""
         if value is self.default or (value is None and self.none):
             return value
+        return self._accepted(value, self.name, self.rule)
+
+    def parsed(self, text: Any, *, flag: str) -> Any:
+        """What the text of a flag means. Errors: InvalidRequestError: flag, value, rule."""
+        return self._accepted(self.kind.from_flag(text), flag, self.kind.rule)
+
+    def _accepted(self, value: Any, name: str, rule: str) -> Any:
         try:
             return self.kind.accept(value)
         except ValueError as error:
             what = f"holds {error}" if error.args else f"is {shown(value)}"
-            raise InvalidRequestError(
-                f"{self.name} {what}; it must be {self.rule}", field=self.name
-            ) from None
+            raise InvalidRequestError(f"{name} {what}; it must be {rule}", field=self.name) from None
 
 
 _COUNT_OF_BEST = WholeNumber(ALL_LOGPROBS, words="a whole number >= 0, or -1 for the whole vocabulary")

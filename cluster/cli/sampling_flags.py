@@ -15,11 +15,18 @@ _FLAGS = {name: row for name, row in PARAMETERS.items() if row.flag}
 
 
 def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command whose parameter `sampling` is {name: value}: what its user gave, not yet checked."""
+    """Decorate a command whose parameter `sampling` is {name: value}: what its user gave, each one legal.
+
+    Errors of the command: InvalidRequestError that names the flag.
+    """
 
     def run(**values: Any) -> None:
         texts = {name: values.pop(name) for name in _FLAGS}
-        given = {name: _FLAGS[name].kind.from_flag(text) for name, text in texts.items() if text is not None}
+        given = {
+            name: _FLAGS[name].parsed(text, flag=flag_name(name))
+            for name, text in texts.items()
+            if text is not None
+        }
         command(sampling=given, **values)
 
     signature = inspect.signature(command)

@@ -15,6 +15,8 @@ def parse_size(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("not a size")
     match = _SIZE.fullmatch(str(value))
+    if match is not None and "." in match[1] and not match[2]:
+        match = None  # half a byte: 0.9 is meant as a share, which no size is
     size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
     if not 1 <= round(min(size, _MAX_SIZE)) < _MAX_SIZE:
         raise ValueError("not a size")

@@ -163,7 +163,7 @@ def test_sizes(text: str | int, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0.2", "-1", "1e9", "9" * 400, "8388608T", "M", "1X", 1.5, True, None]
+    "text", ["", "0", "0.2", "0.9", "1.5", "-1", "1e9", "9" * 400, "8388608T", "M", "1X", 1.5, True, None]
 )
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError, match="not a size"):
