@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import tokenizers
 
-from actors.coordinator.stopping import StopString
 from actors.detokenizer import IncrementalDetokenizer
 from actors.requests import RequestUpdate
 from actors.sampling_params import SamplingParams
+from actors.stop_string import StopString
 
 
 class TextStream:
