@@ -19,13 +19,28 @@ class Node:
 
     node_id: str
     ip: str
+    pid: int = 0
+    """Its process there."""
+
+
+def this_node() -> Node:
+    """Where this process runs."""
+    return Node(
+        node_id=ray.get_runtime_context().get_node_id(),
+        ip=ray.util.get_node_ip_address(),
+        pid=os.getpid(),
+    )
 
 
 class ActorProcess:
     """Base of the actors. Its methods answer while a long call runs: call them in the control group."""
 
+    def __repr__(self) -> str:
+        """What Ray's lists, dashboard and log lines call it."""
+        return type(self).__name__.removesuffix("Actor").lower()
+
     def node(self) -> Node:
-        return Node(node_id=ray.get_runtime_context().get_node_id(), ip=ray.util.get_node_ip_address())
+        return this_node()
 
     def start_logging(self, settings: LogSettings, name: str) -> None:
         """Log to a file of this name from now on."""

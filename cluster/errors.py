@@ -13,6 +13,7 @@ EXIT_PARTLY_FAILED = 3
 EXIT_UNAVAILABLE = 4
 EXIT_INTERNAL = 5
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 EXIT_CODES = {
     EXIT_OK: "done",
     EXIT_USAGE: "a flag, setting, file, checkpoint or request that cannot work; the message says why",
@@ -20,6 +21,7 @@ EXIT_CODES = {
     EXIT_UNAVAILABLE: "no server, cluster, memory or port to work with, or it was lost on the way",
     EXIT_INTERNAL: "a fault of latentray; please report it with the lines before",
     EXIT_INTERRUPTED: "ended by Ctrl-C",
+    EXIT_TERMINATED: "ended by SIGTERM",
 }
 """Of the command line."""
 

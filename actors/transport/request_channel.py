@@ -14,15 +14,15 @@ import zmq
 
 from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
-from actors.transport.hearing import Hearing
+from actors.transport.silence import SilenceWatch
 from kernels_integration.errors import shown
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 """Both ends say this often that they live."""
-CLIENT_SILENCE_S = 10.0
-"""Generous: a front end that beats from its event loop may spend seconds in one call."""
+CLIENT_SILENCE_S = 60.0
+"""A front end that is stopped, starved or busy in one long call is slow and not gone."""
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 """A sender of larger messages is cut off before they are in memory."""
@@ -109,7 +109,8 @@ class CoordinatorEnd:
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         self.num_ignored = 0
-        self._hearing: Hearing[ClientId] = Hearing(silence_s, clock=clock)
+        self._silence_s = silence_s
+        self._silence: SilenceWatch[ClientId] = SilenceWatch(BEAT_S, clock)
         self.socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         # Tokens are never dropped because a front end is behind; its silence ends its requests.
         self.socket.setsockopt(zmq.SNDHWM, 0)
@@ -134,16 +135,17 @@ class CoordinatorEnd:
                 self._ignore(error)
                 continue
             if isinstance(message, Goodbye):
-                self._hearing.forget(client)
-            elif not self._hearing.heard(client) and isinstance(message, Hello):
+                self._silence.forget(client)
+            elif not self._silence.heard(client) and isinstance(message, Hello):
                 continue
             arrived.append((client, message))
 
     def take_silent(self) -> list[ClientId]:
         """Forget and return the clients that were not heard from for longer than silence_s."""
-        silent = self._hearing.silent()
+        self._silence.tick()
+        silent = self._silence.silent(self._silence_s)
         for client in silent:
-            self._hearing.forget(client)
+            self._silence.forget(client)
         return silent
 
     def send(
@@ -158,7 +160,7 @@ class CoordinatorEnd:
     def beat(self, beat: GroupBeat, client: ClientId | None = None) -> None:
         """Tell one client, or every one that is connected, how the group is."""
         data = encode(beat)
-        for receiver in self._hearing.peers if client is None else (client,):
+        for receiver in self._silence.peers() if client is None else (client,):
             self._send(receiver, data)
 
     def close(self) -> None:

@@ -29,9 +29,11 @@ class SilenceWatch(Generic[Peer]):
         """Whoever was heard and not forgotten."""
         return list(self._heard_at_s)
 
-    def heard(self, peer: Peer) -> None:
-        """A sign of life."""
+    def heard(self, peer: Peer) -> bool:
+        """A sign of life. True when the peer was not known."""
+        is_new = peer not in self._heard_at_s
         self._heard_at_s[peer] = self._clock()
+        return is_new
 
     def forget(self, peer: Peer) -> None:
         self._heard_at_s.pop(peer, None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Iterable
 from types import TracebackType
@@ -14,8 +13,8 @@ from zmq.utils.monitor import recv_monitor_message
 from actors.requests import Request, SequenceKey
 from actors.stats import GroupStats
 from actors.transport import request_channel
-from actors.transport.hearing import Hearing
 from actors.transport.request_channel import Abort, Goodbye, GroupBeat, Hello, Submit, Updates
+from actors.transport.silence import SilenceWatch
 from cluster.answering.group import Deliver
 from cluster.errors import from_code
 from kernels_integration.errors import UnavailableError
@@ -45,13 +44,13 @@ class GroupClient:
         self, request_address: str, *, silence_s: float = SILENCE_S, give_up_s: float = GIVE_UP_S
     ) -> None:
         self.request_address = request_address
-        self._hearing: Hearing[str] = Hearing(silence_s)
+        self._silence_s = silence_s
+        self._silence: SilenceWatch[str] = SilenceWatch(request_channel.BEAT_S)
         self._give_up_s = give_up_s
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._live: dict[SequenceKey, Deliver] = {}
         self._beat: GroupBeat | None = None
-        self._heard_at_s = 0.0
         self._trouble = ""
         """Why the coordinator is taken for silent or gone; "" while it is heard."""
         self._first_beat = asyncio.Event()
@@ -151,8 +150,8 @@ class GroupClient:
             except Exception:
                 logger.exception("a message of the coordinator could not be read")
                 continue
-            self._hearing.heard(self.request_address)
-            self._heard_at_s, self._trouble = time.monotonic(), ""
+            self._silence.heard(self.request_address)
+            self._trouble = ""
             if isinstance(message, Updates):
                 self._dispatch(message)
             else:
@@ -173,8 +172,9 @@ class GroupClient:
         while True:
             self._send(Hello())
             await asyncio.sleep(request_channel.BEAT_S)
-            if self._hearing.silent():
-                silence_s = time.monotonic() - self._heard_at_s
+            self._silence.tick()
+            if self._silence.silent(self._silence_s):
+                silence_s = self._silence.silence_s(self.request_address)
                 self._trouble = (
                     f"no heartbeat from the coordinator at {self.request_address} for {silence_s:.1f} s"
                 )

@@ -15,6 +15,7 @@ from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, s
 from cluster.cli.sections import SectionedCommand, SectionedGroup
 from cluster.config.other_engines import refuse_foreign
 from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, outcome
+from cluster.launch.signals import exit_on_sigterm
 from kernels_integration.errors import LatentrayError
 
 app = typer.Typer(
@@ -61,6 +62,7 @@ def _version() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with one of cluster.errors.EXIT_CODES."""
+    exit_on_sigterm()
     try:
         _refuse_foreign_flags(sys.argv[1:] if argv is None else argv)
         app(args=argv, prog_name="latentray")

@@ -36,7 +36,6 @@ def serve(
     from cluster.report.kv_report import describe_kv_cache
     from cluster.report.memory import describe_memory
 
-    signal.signal(signal.SIGTERM, _interrupt)  # while it starts, as Ctrl-C
     with closing(ProgressLine()) as progress:
         server = start_server(settings.args, progress=progress)
     with server:
@@ -73,18 +72,14 @@ def serve(
 
 
 def _stop_on_signals() -> threading.Event:
-    """Set by the first SIGINT or SIGTERM; the second one raises KeyboardInterrupt."""
+    """Set by the first SIGINT or SIGTERM; the second one ends the command."""
     stop = threading.Event()
 
-    def handle(_signal: int, _frame: object) -> None:
+    def handle(number: int, _frame: object) -> None:
         if stop.is_set():
-            raise KeyboardInterrupt
+            sys.exit(128 + number)
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
     return stop
-
-
-def _interrupt(_signal: int, _frame: object) -> None:
-    raise KeyboardInterrupt

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ray
 
+from actors.actor_process import Node, this_node
 from actors.config import GroupConfig
 from actors.logs import LogSettings, start_logging
 from cluster.answering.group_client import GroupClient
@@ -13,7 +14,7 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.server import GatewayServer
 
 
-@ray.remote(num_cpus=0.1)  # waits for sockets; a whole core would keep a shard from its place
+@ray.remote(num_cpus=0)  # it waits for sockets
 class GatewayActor:
     """One gateway process on the node where Ray puts it. It imports no torch."""
 
@@ -62,6 +63,14 @@ class GatewayActor:
     async def http_port(self) -> int | None:
         """Where OpenAI's API is served; None: nowhere."""
         return self._server.http_port if self._server is not None else None
+
+    def __repr__(self) -> str:
+        """What Ray's lists, dashboard and log lines call it."""
+        return "gateway"
+
+    async def node(self) -> Node:
+        """Where it runs."""
+        return this_node()
 
     async def metrics_port(self) -> int | None:
         """Where Prometheus metrics are served; None: nowhere."""

@@ -4,16 +4,14 @@ import atexit
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.actor_process import Node
 from actors.config import GroupConfig
@@ -21,46 +19,63 @@ from actors.coordinator_actor import CoordinatorActor
 from actors.logs import LogSettings, check_writable, new_run
 from actors.model_location import to_local, to_portable
 from actors.shard_actor import ShardActor
-from actors.shard_spec import ShardSpec
+from actors.shard_spec import CollectivesSpec, ShardSpec
 from cluster.launch import placement
+from cluster.launch.members import Member, create
 from cluster.launch.ray_session import RaySession
+from cluster.launch.supervisor import Supervisor
+from cluster.launch.waiting import Progress, answer, ticking, wait_for
 from cluster.report.kv_report import describe_kv_cache
 from cluster.report.load_report import describe_load
 from cluster.report.trace import clock_offset_ns, on_one_clock
-from kernels_integration.errors import CollectiveError, LatentrayError, UnavailableError
+from kernels_integration.errors import UnavailableError
 
 if TYPE_CHECKING:
     from kernels_integration.spans import Span
 
 PLACEMENT_TIMEOUT_S = 30.0
 """How long to wait for room in a cluster (an autoscaler may be adding a node)."""
+_PROCESS_TIMEOUT_S = 180.0
+"""For a process to start: on a joined cluster our packages travel to its node first."""
+_CALL_TIMEOUT_S = 60.0
+_LOAD_STALL_TIMEOUT_S = 600.0
+"""For a shard to read the next tensor."""
+_READY_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
-_EPOCH = 0
 
 
 def launch_group(
     config: GroupConfig,
     *,
     address: str | None = None,
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Progress = lambda message: None,
     num_threads: int = 1,
     placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
+    with_gateway: bool = False,
 ) -> "GroupHandle":
     """Start a coordinator and its shards; returns when tokens can be produced.
 
     address: as in RaySession. progress: called with what is waited for, about once a second.
     num_threads: CPU threads of a shard; more than one pays only with cores of its own.
+    with_gateway: reserve a place for a gateway on this node too; see GroupHandle.start_gateway.
     Errors: ClusterTooSmallError, UnavailableError, and what the shards raise while loading
     (CheckpointError, ConfigError). Nothing is left behind after an error.
     """
     if config.log_dir is not None:
         check_writable(config.log_dir)
-    bundles = placement.bundles_of(config.tensor_parallel_size)
-    with _ticking(progress, "Ray to start" if address is None else f"the Ray cluster at {address}"):
+    with ticking(progress, "Ray to start" if address in (None, "local") else f"the Ray cluster at {address}"):
         session = RaySession(address)
-    group = _Group(session)
+    group = _Group(session, config, progress=progress, num_threads=num_threads)
     try:
-        group.start(config, bundles, progress, num_threads, placement_timeout_s)
+        bundles = placement.bundles_of(config.tensor_parallel_size)
+        if with_gateway:
+            bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
+        group.place(bundles, placement_timeout_s)
+        coordinator = group.spawn(CoordinatorActor, 0, "coordinator", num_threads=1)
+        shards = group.spawn_shards(epoch=0)
+        group.open_coordinator(coordinator)
+        group.start_shards(shards, epoch=0)
+        group.supervise()
     except BaseException:
         group.stop()
         raise
@@ -92,13 +107,31 @@ class GroupHandle:
     @property
     def logs(self) -> LogSettings:
         """Where the actors log, each in a file of its name, on their nodes."""
-        assert self._group.logs is not None, "it has started"
         return self._group.logs
 
     @property
     def failure(self) -> str | None:
         """Why the group can serve no more; None while it can."""
         return self._group.failure
+
+    def start_gateway(self, actor_class: Any, *arguments: Any) -> Any:
+        """A process in the place that was reserved for it."""
+        assert self._group.placement_group is not None, "it has started"
+        last = self._group.placement_group.bundle_count - 1
+        return create(
+            actor_class,
+            self._group.placement_group,
+            last,
+            *arguments,
+            name=f"{self._group.name}/gateway",
+            num_threads=1,
+            num_cpus=0,
+        )
+
+    @property
+    def session_failure(self) -> str | None:
+        """Which process of a local Ray has ended before its time; then no call of Ray's answers any more."""
+        return self._group.session_failure
 
     def memory(self) -> dict[str, int]:
         """Resident bytes of each actor that lives."""
@@ -132,109 +165,157 @@ class GroupHandle:
         self.stop()
 
 
-@dataclass(slots=True)
-class _Member:
-    """An actor of the group. Ray's handles are untyped."""
-
-    name: str
-    actor: Any
-    node: Node
-    run: Any = None
-    """The reference of its long `run` call."""
-
-    def ask(self, method: str, *arguments: object, group: str = "control") -> Any:
-        """Call a method while `run` runs."""
-        return getattr(self.actor, method).options(concurrency_group=group).remote(*arguments)
-
-    def clock_ns(self) -> int:
-        now_ns: int = ray.get(self.ask("clock_ns"), timeout=5)
-        return now_ns
-
-
 class _Group:
-    """What a GroupHandle holds; its states are: starting, running, failed, stopped."""
+    """What a GroupHandle holds. Placing, opening the coordinator, starting shards: steps of their own."""
 
-    def __init__(self, session: RaySession) -> None:
+    def __init__(
+        self, session: RaySession, config: GroupConfig, *, progress: Progress, num_threads: int
+    ) -> None:
+        self.name = f"{config.served_model_name}-{uuid.uuid4().hex[:6]}"
         self.request_address = ""
         self.collectives = "solo"
-        self.failure: str | None = None
-        self.members: list[_Member] = []
-        self.logs: LogSettings | None = None
+        self.coordinator: Member | None = None
+        self.shards: list[Member] = []
+        """By rank."""
+        self.logs = LogSettings(run=new_run(), level=config.log_level, parent=config.log_dir)
+        self.placement_group: PlacementGroup | None = None
         self._session = session
-        self._placement_group: PlacementGroup | None = None
+        self._config = to_portable(config, "cluster")
+        self._progress = progress
+        self._num_threads = num_threads
+        self._step_address = ""
         self._actors: list[Any] = []
-        self._is_stopping = threading.Event()
+        """Every process that was started and not ended, also those that have yet to answer."""
+        self._supervisor: Supervisor | None = None
         self._stop_lock = threading.Lock()
         self._is_stopped = False
-        self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
 
-    def start(
-        self,
-        config: GroupConfig,
-        bundles: Sequence[placement.Bundle],
-        progress: Callable[[str], None],
-        num_threads: int,
-        placement_timeout_s: float,
-    ) -> None:
-        config = to_portable(config, "cluster")
-        self._placement_group = placement.reserve(bundles, timeout_s=placement_timeout_s, progress=progress)
-        self._actors = [
-            _create(CoordinatorActor, self._placement_group, 0, num_threads=1),
-            *(
-                _create(ShardActor, self._placement_group, 1 + index, num_threads=num_threads)
-                for index in range(config.tensor_parallel_size)
-            ),
+    @property
+    def members(self) -> list[Member]:
+        return ([] if self.coordinator is None else [self.coordinator]) + self.shards
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._supervisor is None else self._supervisor.failure
+
+    @property
+    def session_failure(self) -> str | None:
+        return self._session.failure
+
+    def place(self, bundles: Sequence[placement.Bundle], timeout_s: float) -> None:
+        """Reserve room for everything, or nothing."""
+        self.placement_group = placement.reserve(
+            bundles, name=self.name, timeout_s=timeout_s, progress=self._progress
+        )
+
+    def spawn(self, actor_class: Any, bundle: int, title: str, *, num_threads: int) -> Any:
+        """Start a process in its bundle; it answers later."""
+        assert self.placement_group is not None, "place first"
+        name = f"{self.name}/{title}"
+        actor = create(actor_class, self.placement_group, bundle, name=name, num_threads=num_threads)
+        self._actors.append(actor)
+        return actor
+
+    def spawn_shards(self, epoch: int) -> list[Any]:
+        """The processes of an epoch's shards, by bundle; their ranks follow from their nodes."""
+        return [
+            self.spawn(ShardActor, 1 + index, f"epoch {epoch} process {index}", num_threads=self._num_threads)
+            for index in range(self._config.tensor_parallel_size)
         ]
-        coordinator_node, *nodes = _wait(
-            [actor.node.remote() for actor in self._actors], f"{len(bundles)} actors to start", progress
+
+    def open_coordinator(self, actor: Any) -> None:
+        """Let it listen for shards and front ends, and work."""
+        [node] = self._wait([actor.node.remote()], "the coordinator's process to start", _PROCESS_TIMEOUT_S)
+        self.coordinator = self._member("coordinator", actor, node)
+        host = "127.0.0.1" if self._session.is_local else node.ip
+        [(self._step_address, self.request_address)] = self._wait(
+            [actor.open.remote(self._config, host, 0)], "the coordinator to listen", _CALL_TIMEOUT_S
         )
-        order = placement.rank_order(coordinator_node, nodes)
-        coordinator = _Member("coordinator", self._actors[0], coordinator_node)
-        shards = [
-            _Member(f"shard {rank}", self._actors[1 + index], nodes[index])
-            for rank, index in enumerate(order)
+        self.coordinator.run = actor.run.remote()
+
+    def start_shards(self, actors: Sequence[Any], epoch: int) -> None:
+        """Make these processes an epoch's shards: ranks, collectives, the model; then they run steps."""
+        nodes = self._wait(
+            [actor.node.remote() for actor in actors],
+            f"{len(actors)} shards' processes to start",
+            _PROCESS_TIMEOUT_S,
+        )
+        assert self.coordinator is not None, "open the coordinator first"
+        order = placement.rank_order(self.coordinator.node, nodes)
+        self.shards = [
+            self._member(f"shard {rank}", actors[index], nodes[index]) for rank, index in enumerate(order)
         ]
-        self.members = [coordinator, *shards]
-        self.logs = LogSettings(run=new_run(), level=config.log_level, parent=config.log_dir)
-        for member in self.members:
-            member.ask("start_logging", self.logs, member.name)
-        host = "127.0.0.1" if self._session.is_local else coordinator_node.ip
-        [(step_address, self.request_address)] = _wait(
-            [coordinator.actor.open.remote(config, host, _EPOCH)], "the coordinator to listen", progress
-        )
-        coordinator.run = coordinator.actor.run.remote()
-        collectives = placement.choose_collectives(
-            [shard.node for shard in shards],
-            name=f"latentray-{uuid.uuid4().hex[:8]}",
-            can_share_memory=lambda: ray.get(shards[0].ask("can_share_memory")),
-            free_port=lambda: ray.get(shards[0].ask("free_port")),
-        )
+        collectives = self._choose_collectives()
         self.collectives = collectives.kind
-        progress(describe_kv_cache(to_local(config)))
-        progress(f"placed on {placement.count_by_node({m.name: m.node for m in self.members})}")
+        self._progress(describe_kv_cache(to_local(self._config)))
+        self._progress(f"placed on {placement.count_by_node({m.name: m.node for m in self.members})}")
         loads = [
             shard.actor.load.remote(
                 ShardSpec(
-                    config=config,
+                    config=self._config,
                     tp_rank=rank,
-                    epoch=_EPOCH,
-                    step_address=step_address,
+                    epoch=epoch,
+                    step_address=self._step_address,
                     collectives=collectives,
                     node_ip=shard.node.ip,
-                    num_threads=num_threads,
+                    num_threads=self._num_threads,
                 )
             )
-            for rank, shard in enumerate(shards)
+            for rank, shard in enumerate(self.shards)
         ]
-        _wait(loads, lambda: f"{len(shards)} shards to load the model{self._load_state()}", progress)
-        for shard in shards:
+        self._wait(
+            loads, f"{len(loads)} shards to load the model", _LOAD_STALL_TIMEOUT_S, state=self._load_state
+        )
+        for shard in self.shards:
             shard.run = shard.actor.run.remote()
-        self._await_ready(coordinator, len(shards))
-        self._supervisor.start()
+        self._await_ready()
+
+    def supervise(self) -> None:
+        """From now on a process that ends before its time is noticed."""
+        self._supervisor = Supervisor(
+            self.members, log_of=self._log_of, session_failure=lambda: self._session.failure
+        )
+
+    def _member(self, name: str, actor: Any, node: Node) -> Member:
+        member = Member(name, actor, node)
+        member.ask("start_logging", self.logs, name)
+        return member
+
+    def _log_of(self, member: Member) -> Path | None:
+        return self.logs.folder / f"{member.name.replace(' ', '-')}.log"
+
+    def _wait(
+        self,
+        references: Sequence[Any],
+        what: str,
+        timeout_s: float,
+        state: Callable[[], str] = lambda: "",
+    ) -> list[Any]:
+        return wait_for(
+            references,
+            what,
+            self._progress,
+            timeout_s=timeout_s,
+            state=state,
+            failure=lambda: self._session.failure,
+        )
+
+    def _choose_collectives(self) -> CollectivesSpec:
+        first = self.shards[0]
+
+        def ask(method: str) -> Any:
+            return answer(first.ask(method), f"{first} to say {method}", timeout_s=_CALL_TIMEOUT_S)
+
+        return placement.choose_collectives(
+            [shard.node for shard in self.shards],
+            name=f"{self._session.name}-{uuid.uuid4().hex[:8]}",
+            can_share_memory=lambda: bool(ask("can_share_memory")),
+            free_port=lambda: int(ask("free_port")),
+        )
 
     def _load_state(self) -> str:
         """What the shards have read, as the end of a message; "" while one does not answer."""
-        asked = [member.ask("load_progress") for member in self.members[1:]]
+        asked = [shard.ask("load_progress") for shard in self.shards]
         try:
             told = describe_load(ray.get(asked, timeout=1))
         except ray.exceptions.RayError:
@@ -271,16 +352,18 @@ class _Group:
             if self._is_stopped:
                 return
             self._is_stopped = True
-        self._is_stopping.set()
-        if self._supervisor.is_alive():
-            self._supervisor.join()
-        if ray.is_initialized():
-            self._end_runs()
-            for actor in self._actors:
-                ray.kill(actor)
-            if self._placement_group is not None:
-                remove_placement_group(self._placement_group)
-        self._session.close()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        try:
+            # Without its control process or raylet, Ray's calls do not return.
+            if ray.is_initialized() and self._session.failure is None:
+                self._end_runs()
+                for actor in self._actors:
+                    ray.kill(actor)
+                if self.placement_group is not None:
+                    remove_placement_group(self.placement_group)
+        finally:
+            self._session.close()
 
     def _end_runs(self) -> None:
         """Let the actors end by themselves, so that sockets and shared memory are given back."""
@@ -289,111 +372,20 @@ class _Group:
             self.members[0].ask("stop")
             ray.wait(runs, num_returns=len(runs), timeout=_STOP_TIMEOUT_S)
 
-    def _await_ready(self, coordinator: _Member, num_shards: int) -> None:
+    def _await_ready(self) -> None:
         """The shards' READY messages are under way when `load` has returned."""
-        deadline_s = time.monotonic() + 10
-        while ray.get(coordinator.ask("num_ready_shards")) < num_shards:
+        coordinator, num_shards = self.coordinator, len(self.shards)
+        assert coordinator is not None, "open the coordinator first"
+        deadline_s = time.monotonic() + _READY_TIMEOUT_S
+        num_ready = 0
+        while num_ready < num_shards:
             if time.monotonic() > deadline_s:
                 raise UnavailableError(
-                    f"the shards cannot reach the coordinator at {self.request_address}; "
-                    "check that the nodes may open TCP connections to each other"
+                    f"{num_shards - num_ready} of {num_shards} shards cannot reach the coordinator at "
+                    f"{self._step_address} of node {coordinator.node.ip}; check that the nodes may open TCP "
+                    "connections to each other"
                 )
+            num_ready = answer(
+                coordinator.ask("num_ready_shards"), "the coordinator", timeout_s=_CALL_TIMEOUT_S
+            )
             time.sleep(0.01)
-
-    def _supervise(self) -> None:
-        """Notice an actor that ends before its time, tell the coordinator, end the other shards.
-
-        They would wait in a collective for the one that is gone. Ray reports a killed process within
-        milliseconds; a node that falls silent is found earlier by the coordinator's heartbeats.
-        """
-        coordinator, *shards = self.members
-        failed = coordinator.ask("wait_failed", group="watch")
-        runs = {member.run: rank - 1 for rank, member in enumerate(self.members)}
-        while not self._is_stopping.is_set():
-            done, _ = ray.wait([failed, *runs], timeout=0.2)
-            if not done or self._is_stopping.is_set():
-                continue
-            reference = done[0]
-            if reference == failed:
-                self.failure = _failure_text(failed) or "the coordinator was stopped"
-            else:
-                rank, text = runs[reference], _failure_text(reference) or "it ended"
-                self.failure = f"{self.members[rank + 1].name} is lost: {text}"
-                if rank >= 0:
-                    coordinator.ask("shard_lost", rank, text)
-            for shard in shards:
-                ray.kill(shard.actor)
-            return
-
-
-def _create(actor_class: Any, group: PlacementGroup, bundle: int, *, num_threads: int) -> Any:
-    return actor_class.options(
-        num_cpus=1,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        # Ray hides GPUs from actors that reserve none; a shard takes the machine's own.
-        runtime_env={
-            "env_vars": {
-                "OMP_NUM_THREADS": str(num_threads),
-                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            }
-        },
-    ).remote()
-
-
-@contextmanager
-def _ticking(progress: Callable[[str], None], what: str) -> Iterator[None]:
-    """Report progress once a second while a call that cannot report blocks this thread."""
-    done, start_s = threading.Event(), time.monotonic()
-
-    def tick() -> None:
-        while not done.wait(1):
-            progress(f"waiting for {what} ({time.monotonic() - start_s:.0f} s)")
-
-    progress(f"waiting for {what} (0 s)")
-    ticker = threading.Thread(target=tick, name="progress", daemon=True)
-    ticker.start()
-    try:
-        yield
-    finally:
-        done.set()
-        ticker.join()
-
-
-def _wait(
-    references: Sequence[Any], what: str | Callable[[], str], progress: Callable[[str], None]
-) -> list[Any]:
-    """The results, in order; the first failure is raised as the error that it is."""
-    start_s = time.monotonic()
-    pending = list(references)
-    while pending:
-        text = what if isinstance(what, str) else what()
-        progress(f"waiting for {text} ({time.monotonic() - start_s:.0f} s)")
-        done, pending = ray.wait(pending, num_returns=len(pending), timeout=1)
-        failures = [error for reference in done if (error := _error_of(reference, text)) is not None]
-        if failures:  # where one rank fails, its peers fail in their collectives
-            raise min(failures, key=lambda error: isinstance(error, CollectiveError))
-    return [ray.get(reference) for reference in references]
-
-
-def _error_of(reference: Any, what: str) -> Exception | None:
-    """The failure of a call that is done, as our own error where it is one."""
-    try:
-        ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        return error.cause if isinstance(error.cause, LatentrayError) else error
-    except ray.exceptions.RayError as error:
-        return UnavailableError(f"while waiting for {what}: {error}")
-    return None
-
-
-def _failure_text(reference: Any) -> str | None:
-    """Why a call ended, in one line; what it returned if it did not fail."""
-    try:
-        result: str | None = ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        return f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
-    except ray.exceptions.ActorDiedError:
-        return "its process died"
-    except ray.exceptions.RayError as error:
-        return str(error).splitlines()[0]
-    return result

@@ -19,6 +19,23 @@ class Bundle:
 
     actor: str
     num_cpus: float
+    node_ip: str | None = None
+    """The node that it must be on; None: any."""
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray counts them; each node has one of a resource that bears its address."""
+        own_node = {} if self.node_ip is None else {f"node:{self.node_ip}": 0.001}
+        return ({"CPU": self.num_cpus} if self.num_cpus else {}) | own_node
+
+    def fits(self, node: "NodeCapacity", free: float) -> bool:
+        """Whether the node is a right one and has that many CPUs left."""
+        return free >= self.num_cpus and self.node_ip in (None, node.ip)
+
+    def __str__(self) -> str:
+        needs = [f"{self.num_cpus:g} CPU"] if self.num_cpus else []
+        needs += [f"on node {self.node_ip}"] if self.node_ip is not None else []
+        return f"{self.actor} ({', '.join(needs)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +52,23 @@ def bundles_of(num_shards: int) -> list[Bundle]:
     return [Bundle("the coordinator", 1), *(Bundle(f"shard {rank}", 1) for rank in range(num_shards))]
 
 
+def gateway_bundle(node_id: str) -> Bundle:
+    """A gateway listens on this machine's addresses, and waits for sockets: it takes no CPU of the account.
+
+    A head that was started with --num-cpus 0, or a node that the group fills, has room for it.
+    """
+    [ip] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
+    return Bundle("the gateway", 0, node_ip=ip)
+
+
 def reserve(
-    bundles: Sequence[Bundle], *, timeout_s: float, progress: Callable[[str], None]
+    bundles: Sequence[Bundle], *, name: str, timeout_s: float, progress: Callable[[str], None]
 ) -> PlacementGroup:
-    """Reserve every bundle, or none.
+    """Reserve every bundle, or none. name: what `ray list placement-groups` shows.
 
     Errors: ClusterTooSmallError after timeout_s, with the bundle that is missing and what each node has.
     """
-    group = placement_group([{"CPU": bundle.num_cpus} for bundle in bundles], strategy="PACK")
+    group = placement_group([bundle.resources for bundle in bundles], strategy="PACK", name=name)
     start_s = time.monotonic()
     try:
         while not group.wait(timeout_seconds=1):
@@ -52,6 +78,7 @@ def reserve(
                 raise ClusterTooSmallError(
                     f"the Ray cluster could not place the group within {timeout_s:g} s: {shortage}; "
                     "add nodes, free CPUs, or lower --tensor-parallel-size"
+                    f"{table(bundles, node_capacities())}"
                 )
             progress(f"waiting for room in the Ray cluster ({waited_s:.0f} s): {shortage}")
     except BaseException:
@@ -81,14 +108,21 @@ def describe_shortage(bundles: Sequence[Bundle], nodes: Sequence[NodeCapacity]) 
     left = {index: node.free for index, node in enumerate(nodes)}
     have = ", ".join(f"node {node.ip} has {node.free:g} of {node.total:g} CPUs free" for node in nodes)
     for number, bundle in enumerate(bundles):
-        index = next((i for i, free in left.items() if free >= bundle.num_cpus), None)
+        index = next((i for i, free in left.items() if bundle.fits(nodes[i], free)), None)
         if index is None:
             return (
-                f"{len(bundles)} bundles are needed, {number} fit, and the one of {bundle.actor} "
-                f"({bundle.num_cpus:g} CPU) fits on no node: {have}"
+                f"{len(bundles)} bundles are needed, {number} fit, and the one of {bundle} fits on no node: "
+                f"{have}"
             )
         left[index] -= bundle.num_cpus
     return f"all {len(bundles)} bundles should fit now: {have}"
+
+
+def table(bundles: Sequence[Bundle], nodes: Sequence[NodeCapacity]) -> str:
+    """Lines for people: every bundle that is wanted, and every node with what it has."""
+    wanted = [f"  wanted  {bundle}" for bundle in bundles]
+    had = [f"  node {node.ip}  {node.free:g} of {node.total:g} CPUs free" for node in nodes]
+    return "".join(f"\n{line}" for line in (*wanted, *had))
 
 
 def rank_order(coordinator: Node, shards: Sequence[Node]) -> list[int]:

@@ -3,28 +3,31 @@
 import contextlib
 import logging
 import os
-import shutil
-import signal
 import socket
 import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import ray
+from ray import _raylet
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 
+from cluster.launch.local_ray import LocalRay
+from cluster.launch.signals import signals_held
 from kernels_integration.errors import ConfigError, UnavailableError
 
+logger = logging.getLogger(__name__)
+
 PACKAGES = ("cluster", "actors", "kernels_integration")
-_LOCAL_CPUS = 256
-"""Of a local cluster. They are only Ray's account, which must not refuse a group on a small machine;
-workers started ahead follow the real cores."""
-_OBJECT_STORE_BYTES = 128 * 2**20  # only Ray's own small objects pass through it
+NAMESPACE = "latentray"
+"""Of the actors' names, as `ray list actors` shows them."""
 _CONNECT_TIMEOUT_S = 5
 _JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its entrypoint
 
@@ -60,7 +63,19 @@ class RaySession:
     @property
     def is_local(self) -> bool:
         """The cluster is this machine alone and ends with its last session."""
-        return self._connection.temp_dir is not None
+        return self._connection.local is not None
+
+    @property
+    def failure(self) -> str | None:
+        """Which process of a local Ray has ended before its time, and how; None while all live."""
+        local = self._connection.local
+        return local.failure if local is not None else None
+
+    @property
+    def name(self) -> str:
+        """Of a local cluster: segments of shared memory whose names begin with it go with the cluster."""
+        local = self._connection.local
+        return local.name if local is not None else "shared"
 
     def close(self) -> None:
         """Leave; the last session of a cluster of our own ends every process and file of it."""
@@ -77,8 +92,9 @@ class RaySession:
 @dataclass(slots=True)
 class _Connection:
     is_ours: bool
-    temp_dir: Path | None = None
-    """Of a cluster that we started."""
+    local: LocalRay | None = None
+    """The cluster, where we started it."""
+    token: "_Token | None" = None
     num_sessions: int = 0
 
     @classmethod
@@ -89,21 +105,14 @@ class _Connection:
 
     @classmethod
     def _start(cls) -> Self:
-        # A folder of its own keeps `ray.init(address="auto")` of others from finding this cluster; a
-        # short path because Ray puts Unix sockets there (107 bytes at most).
-        base = "/tmp" if Path("/tmp").is_dir() else None
-        connection = cls(is_ours=True, temp_dir=Path(tempfile.mkdtemp(prefix="latentray-", dir=base)))
+        local = LocalRay()
+        connection = cls(is_ours=True, local=local, token=_Token(local.token))
         try:
-            with _no_uv_workers():
+            with _no_uv_workers(), _loopback_address():
                 cls._init(
-                    address="local",
-                    num_cpus=_LOCAL_CPUS,
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE_BYTES,
-                    _temp_dir=str(connection.temp_dir),
-                    runtime_env=_local_runtime_env(),
-                    # Ray's own default is 15: whatever else runs on the machine would go first.
-                    _system_config={"worker_niceness": 0},
+                    _root() or local.folder,
+                    address=local.address,
+                    runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
                 )
         except BaseException:
             connection.close()
@@ -114,7 +123,9 @@ class _Connection:
     def _join(cls, address: str) -> Self:
         try:
             _check_reachable(address)
-            cls._init(address=address, runtime_env=_shipped_runtime_env())
+            with tempfile.TemporaryDirectory(prefix="latentray-") as empty:
+                runtime_env = _shipped_runtime_env()
+                cls._init(Path(empty) if runtime_env else None, address=address, runtime_env=runtime_env)
         except (OSError, RuntimeError, ValueError) as error:
             raise UnavailableError(
                 f"no Ray cluster can be joined at address {address}: {error}; check that it runs and that "
@@ -123,27 +134,57 @@ class _Connection:
         return cls(is_ours=True)
 
     def close(self) -> None:
-        if self.is_ours and ray.is_initialized():
-            ray.shutdown()
-        if self.temp_dir is not None:
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+        with signals_held():
+            if self.is_ours and ray.is_initialized():
+                ray.shutdown()
+            if self.local is not None:
+                self.local.close()
+            if self.token is not None:
+                self.token.restore()
 
     @staticmethod
-    def _init(**arguments: Any) -> None:
-        with _usage_report_off(), _own_sigterm_handler():
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
+    def _init(import_folder: Path | None, **arguments: Any) -> None:
+        """import_folder: where workers look for modules before all else; None: Ray's own choice."""
+        # Ray would print what happens to its processes to stdout, among answers. We tell it ourselves.
+        ray_worker.print_to_stdstream = _log_ray_message
+        with _usage_report_off(), _signals_stay(), _current_folder(import_folder):
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE, **arguments)
 
 
-def _local_runtime_env() -> dict[str, Any] | None:
-    """Workers on this machine import the driver's own packages.
+def _log_ray_message(data: Mapping[str, Any], *_: object, **__: object) -> None:
+    for line in data.get("lines", ()):
+        logger.info("ray: %s", line)
 
-    Ray passes on the script's folder and the current one, no other entry of sys.path.
-    """
+
+def _root() -> Path | None:
+    """The folder that the driver's own packages lie in; None where they are installed."""
     root = Path(__file__).resolve().parents[2]
-    if root == Path(sysconfig.get_paths()["purelib"]).resolve():
-        return None
-    paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+    return None if root == Path(sysconfig.get_paths()["purelib"]).resolve() else root
+
+
+def _python_path() -> str:
+    """For workers on this machine: the driver's own packages, then what else it was told of."""
+    ours = [] if (root := _root()) is None else [str(root)]
+    return os.pathsep.join([*ours, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+
+
+@contextlib.contextmanager
+def _current_folder(folder: Path | None) -> Iterator[None]:
+    """Be elsewhere for a moment.
+
+    `ray.init` hands the current folder on to all workers, where it goes before everything else in sys.path:
+    a `cluster` or `actors` folder in it would be imported in place of ours. There is no option for it.
+    """
+    if folder is None:
+        yield
+        return
+    before = os.open(".", os.O_RDONLY)  # a folder that was removed has no name to come back by
+    try:
+        os.chdir(folder)
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
 
 
 def _shipped_runtime_env() -> dict[str, Any] | None:
@@ -184,14 +225,26 @@ def _no_uv_workers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_sigterm_handler() -> Iterator[None]:
-    """Ray replaces the handler of SIGTERM by one that exits; a handler of the caller's is put back."""
-    before = signal.getsignal(signal.SIGTERM)
+def _loopback_address() -> Iterator[None]:
+    """Let Ray take this node's address to be the loopback one: it turns 127.0.0.1 into another else."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        if callable(before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _signals_stay() -> Iterator[None]:
+    """`ray.init` would replace the handler of SIGTERM; the caller's stays, and acts when it is done."""
+    before = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        with signals_held():
+            yield
+    finally:
+        ray_utils.set_sigterm_handler = before
 
 
 @contextlib.contextmanager
@@ -205,3 +258,27 @@ def _usage_report_off() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[name]
+
+
+class _Token:
+    """The token of a local Ray, which this process shows while it is connected; its environment tells Ray."""
+
+    def __init__(self, token: str) -> None:
+        names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+        self._before = {name: os.environ.get(name) for name in names}
+        if (self._before["RAY_AUTH_MODE"] or "token") == "token":
+            self._set({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token})
+
+    def restore(self) -> None:
+        self._set(self._before)
+
+    @staticmethod
+    def _set(values: Mapping[str, str | None]) -> None:
+        for name, value in values.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        # Both are read once and kept.
+        _raylet.Config.initialize("")  # type: ignore[attr-defined]
+        _raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]

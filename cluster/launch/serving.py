@@ -1,7 +1,6 @@
 """A served model: a group on Ray and a gateway before it, started and stopped together."""
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -10,20 +9,22 @@ from typing import Any, Self
 from actors.config import GroupConfig
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
+from cluster.launch.deaths import cause_of_death
 from cluster.launch.group import GroupHandle, launch_group
+from cluster.launch.members import Member
 from cluster.launch.placement import by_node
+from cluster.launch.waiting import Progress, wait_for
 from cluster.report.memory import require_memory
 from cluster.report.trace import TraceFile
-from kernels_integration.errors import LatentrayError, UnavailableError
 
 # isort: split
 import ray
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.gateway.gateway_actor import GatewayActor
 from cluster.gateway.server import require_free
 
+_START_TIMEOUT_S = 120.0
 _STOP_MARGIN_S = 10.0
 """What a gateway may take beyond its drain before it is killed."""
 
@@ -34,7 +35,7 @@ class RunningServer:
     def __init__(
         self,
         group: GroupHandle,
-        gateway: Any,
+        gateway: Member,
         address: str,
         config: GroupConfig,
         trace_file: TraceFile | None,
@@ -51,31 +52,40 @@ class RunningServer:
         """Of Prometheus metrics; None: not served."""
         self.log_folder = log_folder
         """With a file for each process of this node; None where there could be none."""
-        self._gateway = gateway
-        self._gateway_lost = gateway.wait_lost.remote()
+        self._gateway: Member | None = gateway
+        self._gateway_lost = gateway.actor.wait_lost.remote()
         self._trace_file = trace_file
 
     @property
     def failure(self) -> str | None:
         """Why requests can be served no more; None while they can."""
-        if self._gateway is not None and ray.wait([self._gateway_lost], timeout=0)[0]:
-            return "the gateway is lost: its process died"
+        if (why := self.group.session_failure) is not None:
+            return why
+        gateway = self._gateway
+        if gateway is not None and not self.is_reachable:
+            try:
+                ray.get(self._gateway_lost)
+            except ray.exceptions.RayError as error:
+                log = None if self.log_folder is None else self.log_folder / "gateway.log"
+                return f"{gateway} is lost: {cause_of_death(error, gateway, log)}"
         return self.group.failure
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the gateway lives, which tells clients of a failure."""
-        return self._gateway is not None and not ray.wait([self._gateway_lost], timeout=0)[0]
+        """Whether the gateway lives, which tells clients of a failure; without Ray it soon will not."""
+        if self._gateway is None or self.group.session_failure is not None:
+            return False
+        return not ray.wait([self._gateway_lost], timeout=0)[0]
 
     def stop(self, drain_s: float = 30.0) -> None:
         """Refuse new requests, let live ones end for at most drain_s, stop the group. May be called twice."""
         gateway, self._gateway = self._gateway, None
         trace_file, self._trace_file = self._trace_file, None
         try:
-            if gateway is not None:
+            if gateway is not None and self.group.session_failure is None:
                 with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(gateway.stop.remote(drain_s), timeout=drain_s + _STOP_MARGIN_S)
-                ray.kill(gateway)
+                    ray.get(gateway.actor.stop.remote(drain_s), timeout=drain_s + _STOP_MARGIN_S)
+                ray.kill(gateway.actor)
             if trace_file is not None:
                 trace_file.add(self.group.take_trace())
                 trace_file.write()
@@ -107,14 +117,10 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     require_free(args.host, args.port)  # told in the first second, not after the model has loaded
     require_memory(config, address=args.address)
     trace_file = None if args.trace is None else TraceFile(args.trace)
-    group = launch_group(config, address=args.address, progress=progress)
+    group = launch_group(config, address=args.address, progress=progress, with_gateway=True)
     try:
-        actor: Any = GatewayActor  # Ray's decorator is untyped
-        gateway = actor.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(  # --host and --port are of this machine
-                ray.get_runtime_context().get_node_id(), soft=False
-            )
-        ).remote(
+        gateway = group.start_gateway(
+            GatewayActor,
             config,
             [group.request_address],
             args.host,
@@ -125,28 +131,23 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
             group.logs,
             by_node(group.placement),
         )
-        address = _started(gateway, progress)
+        address, member = _started(gateway, group, progress)
     except BaseException:
         group.stop()
         raise
     metrics_port = None if args.metrics_port is None else ray.get(gateway.metrics_port.remote())
     http_port = None if args.http_port is None else ray.get(gateway.http_port.remote())
     log_folder = ray.get(gateway.log_folder.remote())
-    return RunningServer(group, gateway, address, config, trace_file, metrics_port, http_port, log_folder)
+    return RunningServer(group, member, address, config, trace_file, metrics_port, http_port, log_folder)
 
 
-def _started(gateway: Any, progress: Callable[[str], None]) -> str:
-    start_s = time.monotonic()
-    reference = gateway.start.remote()
-    while True:
-        progress(f"waiting for the gateway to listen ({time.monotonic() - start_s:.0f} s)")
-        try:
-            return str(ray.get(reference, timeout=1))
-        except ray.exceptions.GetTimeoutError:
-            continue
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, LatentrayError):
-                raise error.cause from error
-            raise
-        except ray.exceptions.RayError as error:
-            raise UnavailableError(f"the gateway did not start: {error}") from error
+def _started(gateway: Any, group: GroupHandle, progress: Progress) -> tuple[str, Member]:
+    """Where it listens, and what to call it. Errors: what kept it from starting, UnavailableError."""
+    [node, address] = wait_for(
+        [gateway.node.remote(), gateway.start.remote()],
+        "the gateway to listen",
+        progress,
+        timeout_s=_START_TIMEOUT_S,
+        failure=lambda: group.failure,
+    )
+    return str(address), Member("gateway", gateway, node)

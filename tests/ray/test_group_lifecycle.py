@@ -1,11 +1,13 @@
 """How groups start, fail and end: faults, stop, clusters too small, drivers that vanish."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -18,6 +20,7 @@ import ray
 
 from cluster.answering.group_client import GroupClient
 from cluster.launch.group import GroupHandle, launch_group
+from cluster.launch.ray_keeper import descendants
 from kernels_integration.errors import CheckpointError, ClusterTooSmallError, ConfigError, UnavailableError
 from tests.support.ray_groups import (
     eventually,
@@ -100,14 +103,41 @@ async def test_two_groups_share_a_local_cluster_until_the_last_ends() -> None:
     assert not ray.is_initialized()
 
 
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def is_ours(pid: int) -> bool:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getpid()
+
+
+def assert_loopback_only(pids: list[int]) -> None:
+    """No socket of these processes listens on an address that other machines reach."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(fd))
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                listening.append(fields[1].partition(":")[0])
+    assert len(listening) > 5, "Ray's daemons listen"
+    # 127.0.0.1, ::ffff:127.0.0.1 and ::1, in words of the machine's byte order
+    ours = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert set(listening) <= ours
+
+
 def test_stop_leaves_no_process_no_file_and_no_memory() -> None:
     with launch_group(group_config(2, 2), address="local") as handle:
         pids = handle.process_ids()
-        node = ray._private.worker._global_node
-        assert node is not None
-        folder = node.get_temp_dir_path()
-        assert Path(folder).name.startswith("latentray-")
+        keeper = next(pid for pid, command in processes_with("ray_keeper.py").items() if is_ours(pid))
+        folder = next(part for part in command_of(keeper).split() if part.startswith("/tmp/latentray-"))
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         assert len(processes_with(folder)) > 3
+        assert_loopback_only([keeper, *descendants(keeper)])
         mapped = Path(f"/proc/{pids['shard 0']}/maps").read_text()
         assert "/dev/shm/latentray-" in mapped
         handle.stop()

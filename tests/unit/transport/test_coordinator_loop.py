@@ -329,6 +329,47 @@ async def test_a_lost_coordinator_fails_live_requests() -> None:
     context.term()
 
 
+async def test_a_coordinator_whose_connection_ends_is_lost_at_once() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    end = request_channel.CoordinatorEnd(context=context)
+    client = GroupClient(end.address)  # its silence would be noticed after a minute
+    connecting = asyncio.create_task(client.connect())
+    while not end.receive():
+        await asyncio.sleep(0.01)
+    end.beat(request_channel.GroupBeat(healthy=True, message="ready", stats=ScriptedCoordinator().stats()))
+    await connecting
+    live = asyncio.create_task(tokens_of(client, "r"))
+    await asyncio.sleep(0.1)
+    end.close()
+    with pytest.raises(UnavailableError, match=r"connection to the coordinator at .* was closed"):
+        await live
+    assert not client.healthy
+    await client.close()
+    context.term()
+
+
+async def test_a_quiet_coordinator_is_not_healthy_and_ends_nothing() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    end = request_channel.CoordinatorEnd(context=context)
+    client = GroupClient(end.address, silence_s=0.5)
+    connecting = asyncio.create_task(client.connect())
+    while not end.receive():
+        await asyncio.sleep(0.01)
+    beat = request_channel.GroupBeat(healthy=True, message="ready", stats=ScriptedCoordinator().stats())
+    end.beat(beat)
+    await connecting
+    live = asyncio.create_task(tokens_of(client, "r"))
+    await eventually(lambda: not client.healthy)
+    assert "no heartbeat from the coordinator" in client.message
+    assert not live.done()
+    end.beat(beat)
+    await eventually(lambda: client.healthy)
+    live.cancel()
+    await client.close()
+    end.close()
+    context.term()
+
+
 async def test_an_address_without_a_coordinator_is_unavailable() -> None:
     client = GroupClient("tcp://127.0.0.1:9")
     with pytest.raises(UnavailableError, match=r"tcp://127.0.0.1:9 did not answer within 0.2 s"):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from actors.requests import Request, SequenceKey
 from actors.transport import request_channel
-from actors.transport.hearing import LATE_S, Hearing
 from actors.transport.request_channel import Abort, CoordinatorEnd, Hello, Submit, Updates
 from cluster.answering.group_client import GroupClient
 from kernels_integration.errors import InvalidRequestError, LatentrayError, UnavailableError
@@ -234,23 +233,3 @@ async def test_a_front_end_that_was_away_too_long_is_told_unavailable_and_not_ab
         with pytest.raises(UnavailableError, match="not heard from"):
             await live
         assert group.coordinator.aborted == ["r"]
-
-
-def test_who_comes_late_to_its_own_question_gives_a_fresh_window() -> None:
-    now = 0.0
-    hearing: Hearing[str] = Hearing(3.0, clock=lambda: now)
-    assert hearing.heard("a")
-    assert not hearing.heard("a")
-    for _ in range(6):
-        now += 0.5
-        assert hearing.silent() == []
-    now += 5  # it was away
-    assert hearing.silent() == []
-    for _ in range(6):
-        now += 0.5
-        assert hearing.silent() == []
-    now += LATE_S / 2
-    assert hearing.silent() == ["a"], "it was asked regularly, and has heard nothing"
-    hearing.heard("b")
-    hearing.forget("a")
-    assert (hearing.peers, hearing.silent()) == (["b"], [])

@@ -1,0 +1,49 @@
+"""Signals that end a command: when they may act, and what exit codes they give."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def exit_on_sigterm() -> None:
+    """Unwind at SIGTERM as at Ctrl-C, so that what was started is stopped; the exit code is 143."""
+    signal.signal(signal.SIGTERM, _exit)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until the block ends; a second one acts at once.
+
+    For calls that are short and must not be left half done: Ray's C++ part aborts the process when its
+    Python part unwinds in the middle. Does nothing in other threads than the main one, which gets no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    held: list[int] = []
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    for number in ENDING:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: set by C code, which Python cannot put back
+                signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
