@@ -24,17 +24,26 @@ class SequenceKey(msgspec.Struct, frozen=True, array_like=True):
     """Of the completion, below n."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated request: token ids inside the vocabulary, length checked, parameters legal.
-
-    With params.n > 1 it stands for n sequences, which cluster.answering.choices makes of it.
-    """
+class OfSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of one sequence."""
 
     request_id: str
     """The user's."""
     incarnation: int = 0
     index: int = 0
     """Of SequenceKey."""
+
+    @property
+    def key(self) -> SequenceKey:
+        return SequenceKey(self.request_id, self.incarnation, self.index)
+
+
+class Request(OfSequence, frozen=True, kw_only=True):
+    """A validated request: token ids inside the vocabulary, length checked, parameters legal.
+
+    With params.n > 1 it stands for n sequences, which cluster.answering.choices makes of it.
+    """
+
     prompt_token_ids: tuple[TokenId, ...]
     params: SamplingParams
     seed: Annotated[int, Meta(ge=0)]
@@ -48,10 +57,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """params.bad_words as token sequences, whose last token never follows the others in the completion."""
 
-    @property
-    def key(self) -> SequenceKey:
-        return SequenceKey(self.request_id, self.incarnation, self.index)
-
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Log probability of one emitted token, and the best alternatives (id, value), descending."""
@@ -61,12 +66,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
+class RequestUpdate(OfSequence, frozen=True, kw_only=True):
     """New tokens of a sequence (a delta) with its totals so far. The last one has a finish_reason."""
 
-    request_id: str
-    incarnation: int = 0
-    index: int = 0
     token_ids: tuple[int, ...]
     num_held: int = 0
     """So many of the newest tokens may be part of a stop string that is not complete yet: who shows tokens as
@@ -84,17 +86,10 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
-    @property
-    def key(self) -> SequenceKey:
-        return SequenceKey(self.request_id, self.incarnation, self.index)
 
-
-class RequestFailed(msgspec.Struct, frozen=True, kw_only=True):
+class RequestFailed(OfSequence, frozen=True, kw_only=True):
     """The sequence ended without a result. `code` is a LatentrayError code; "aborted" after an abort."""
 
-    request_id: str
-    incarnation: int = 0
-    index: int = 0
     code: str
     message: str
 
@@ -107,7 +102,3 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True):
             code=code,
             message=message,
         )
-
-    @property
-    def key(self) -> SequenceKey:
-        return SequenceKey(self.request_id, self.incarnation, self.index)
