@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.sampling_params import SamplingParams
+from actors.stats import PhaseTimes
 
 FinishReason = Literal["stop", "length"]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -85,6 +86,8 @@ class RequestUpdate(OfSequence, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    phases: PhaseTimes | None = None
+    """In the last update: where the sequence's time on the coordinator went."""
 
 
 class RequestFailed(OfSequence, frozen=True, kw_only=True):

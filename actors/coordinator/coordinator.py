@@ -313,6 +313,9 @@ class Coordinator:
             return
         self._num_generated_tokens += len(kept)
         num_top, stop, request = state.num_logprobs, state.stop, state.request
+        if len(kept) == len(state.tokens) - state.num_prompt_tokens:
+            self._timings.first_token(request.key)
+        is_last = stop.finish_reason is not None
         self._updates.append(
             RequestUpdate(
                 request_id=request.request_id,
@@ -329,12 +332,10 @@ class Coordinator:
                 num_cached_tokens=state.num_cached_tokens or 0,
                 num_draft_tokens=state.num_draft_tokens,
                 num_accepted_tokens=state.num_accepted_tokens,
+                phases=self._timings.finished(request.key) if is_last else None,
             )
         )
-        if len(kept) == len(state.tokens) - state.num_prompt_tokens:
-            self._timings.first_token(request.key)
-        if stop.finish_reason is not None:
-            self._timings.finished(request.key)
+        if is_last:
             self._end(state)
             self._num_finished += 1
 

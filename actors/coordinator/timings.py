@@ -40,14 +40,22 @@ class Timings:
     def first_token(self, key: SequenceKey) -> None:
         self._live[key].first_token_at = self._clock()
 
-    def finished(self, key: SequenceKey) -> None:
+    def finished(self, key: SequenceKey) -> PhaseTimes:
+        """The request's own times, which the sums hold from now on."""
         phases = self._live[key]
         assert phases.admitted_at is not None
         assert phases.first_token_at is not None
+        own = PhaseTimes(
+            num_finished=1,
+            queue_s=phases.admitted_at - phases.submitted_at,
+            prefill_s=phases.first_token_at - phases.admitted_at,
+            decode_s=self._clock() - phases.first_token_at,
+        )
         self._num_finished += 1
-        self._queue_s += phases.admitted_at - phases.submitted_at
-        self._prefill_s += phases.first_token_at - phases.admitted_at
-        self._decode_s += self._clock() - phases.first_token_at
+        self._queue_s += own.queue_s
+        self._prefill_s += own.prefill_s
+        self._decode_s += own.decode_s
+        return own
 
     def ended(self, key: SequenceKey) -> None:
         """Finished or not."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from actors.stats import GroupStats
@@ -40,12 +40,6 @@ _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("latentray:process_seconds", "Time spent on reports.", lambda s: s.process_s),
     ("latentray:requests_aborted", "Requests that were ended before their end.", lambda s: s.num_aborted),
 )
-_PHASES: tuple[tuple[str, str, _Number], ...] = (
-    ("vllm:request_queue_time_seconds", "Until admitted.", lambda s: s.phases.queue_s),
-    ("vllm:request_prefill_time_seconds", "From there to the first token.", lambda s: s.phases.prefill_s),
-    ("vllm:request_decode_time_seconds", "From there to the end.", lambda s: s.phases.decode_s),
-)
-"""Of finished requests. Heartbeats carry sums and their number alone: these histograms have no buckets."""
 
 
 class GroupCollector(Collector):
@@ -79,12 +73,6 @@ class GroupCollector(Collector):
             for labels, stats in known:
                 counter.add_metric(labels, number_of(stats))
             yield counter
-        for name, documentation, number_of in _PHASES:
-            histogram = HistogramMetricFamily(name, documentation, labels=_GROUP_LABELS)
-            for labels, stats in known:
-                buckets = [("+Inf", float(stats.phases.num_finished))]
-                histogram.add_metric(labels, buckets=buckets, sum_value=number_of(stats))
-            yield histogram
         accepted = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by position from 0.",

@@ -44,6 +44,15 @@ class GatewayMetrics:
             "vllm:request_time_per_output_token_seconds",
             "Each completion: mean time between tokens after the first.",
         )
+        self.queue_time = self._latency(
+            "vllm:request_queue_time_seconds", "Each finished completion: until it was admitted."
+        )
+        self.prefill_time = self._latency(
+            "vllm:request_prefill_time_seconds", "Each finished completion: from there to its first token."
+        )
+        self.decode_time = self._latency(
+            "vllm:request_decode_time_seconds", "Each finished completion: from there to its end."
+        )
         lengths = _one_two_five(max_model_len)
         self.prompt_tokens = self._histogram(
             "vllm:request_prompt_tokens", "Each completion: tokens of its prompt.", lengths

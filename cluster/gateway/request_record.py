@@ -25,6 +25,7 @@ class RequestRecord:
         """0 until it is accepted."""
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
+        self._queue_s = 0.0
         # By choice.
         self._first_at_s: dict[int, float] = {}
         self._newest_at_s: dict[int, float] = {}
@@ -56,6 +57,11 @@ class RequestRecord:
         metrics.count_finished(update.finish_reason)
         metrics.prompt_tokens.observe(update.num_prompt_tokens)
         metrics.generation_tokens.observe(num_tokens)
+        if (phases := update.phases) is not None:
+            self._queue_s = max(self._queue_s, phases.queue_s)
+            metrics.queue_time.observe(phases.queue_s)
+            metrics.prefill_time.observe(phases.prefill_s)
+            metrics.decode_time.observe(phases.decode_s)
         if num_tokens > 1:
             metrics.time_per_token.observe((now_s - self._first_at_s[choice]) / (num_tokens - 1))
 
@@ -77,6 +83,8 @@ class RequestRecord:
             "cached_tokens": self._num_cached_tokens,
             "completion_tokens": sum(self._num_completion_tokens.values()),
         }
+        if self._queue_s:
+            facts["queue_s"] = f"{self._queue_s:.3f}"
         if self._first_at_s:
             facts["first_token_s"] = f"{min(self._first_at_s.values()) - self._arrived_at_s:.3f}"
         facts["total_s"] = f"{time.monotonic() - self._arrived_at_s:.3f}"

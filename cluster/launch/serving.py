@@ -77,6 +77,13 @@ class RunningServer:
             return False
         return not ray.wait([self._gateway_lost], timeout=0)[0]
 
+    def process_ids(self) -> dict[str, int]:
+        """The process of each actor that lives, on its node: "gateway", "coordinator", "shard 0", ..."""
+        ids = self.group.process_ids()
+        if self._gateway is not None and self.is_reachable:
+            ids["gateway"] = self._gateway.node.pid
+        return ids
+
     def stop(self, drain_s: float = 30.0) -> None:
         """Refuse new requests, let live ones end for at most drain_s, stop the group. May be called twice."""
         gateway, self._gateway = self._gateway, None

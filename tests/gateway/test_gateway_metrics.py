@@ -119,7 +119,9 @@ async def test_prometheus(serve) -> None:
     assert found["latentray:healthy",] == 1
     for phase, seconds in (("queue", 1.5), ("prefill", 2.5), ("decode", 3.5)):
         assert found[f"vllm:request_{phase}_time_seconds_sum",] == seconds
-        assert found[f"vllm:request_{phase}_time_seconds_count",] == 4
+        assert found[f"vllm:request_{phase}_time_seconds_count",] == 1
+    assert found["vllm:request_queue_time_seconds_bucket", "1.0"] == 0
+    assert found["vllm:request_queue_time_seconds_bucket", "2.5"] == 1
     assert found["vllm:request_success_total", "length"] == 1
     assert found["vllm:time_to_first_token_seconds_count",] == 1
     assert found["vllm:e2e_request_latency_seconds_count",] == 1

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from actors.requests import Request, RequestUpdate, SequenceKey, TokenLogprob
-from actors.stats import GroupStats
+from actors.stats import GroupStats, PhaseTimes
 from cluster.answering.group import Deliver
 from kernels_integration.errors import UnavailableError
 
 Script = Sequence["RequestUpdate | asyncio.Event | BaseException"]
+
+PHASES = PhaseTimes(num_finished=1, queue_s=1.5, prefill_s=2.5, decode_s=3.5)
 
 
 def update(request: Request, token_ids: Sequence[int], done: int = 0, **fields: object) -> RequestUpdate:
@@ -47,6 +49,7 @@ def echo(request: Request) -> Script:
                 finish_reason="length" if last else None,
                 num_draft_tokens=start,
                 num_accepted_tokens=start // 2,
+                phases=PHASES if last else None,
             )
         )
     return steps

@@ -302,6 +302,10 @@ def test_statistics() -> None:
     # The second request waits until the first has ended; both are one step in prefill.
     assert (phases.num_finished, phases.prefill_s, phases.decode_s) == (2, 2.0 + 1.0, num_verifies)
     assert 2.0 < phases.queue_s < 2.0 + num_verifies
+    told = [u.phases for u in group.updates if isinstance(u, RequestUpdate) and u.phases is not None]
+    assert [own.num_finished for own in told] == [1, 1], "in the last update of each alone"
+    for name in ("queue_s", "prefill_s", "decode_s"):
+        assert sum(getattr(own, name) for own in told) == getattr(phases, name)
     assert (stats.num_cache_queries, stats.num_cache_hits) == (20, 8)
     assert (stats.num_finished, stats.num_prompt_tokens, stats.num_generated_tokens) == (2, 20, 10)
     assert stats.num_rows == sum(int((m.k + (m.kind == 0)).sum()) + len(m.ids) for m in group.sent)
