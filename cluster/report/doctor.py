@@ -1,5 +1,6 @@
 """Is this machine able to serve this configuration? Each check answers by itself and never raises."""
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -8,12 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from actors.model_location import to_portable
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
 from cluster.config.sizes import format_size
 from cluster.report.memory import MORE_MEMORY, memory_check, num_parameters
+from cluster.report.node_check import NodeFacts, look
 from kernels_integration.errors import LatentrayError
 
 Status = Literal["ok", "warn", "fail"]
@@ -44,6 +47,7 @@ DISTRIBUTIONS = (
 """What latentray needs; on a cluster where it is not installed itself, there is no metadata to ask."""
 
 _MIN_SHARED_MEMORY_BYTES = 256 * 2**20
+_NODE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,7 @@ def run_checks(args: ServeArgs) -> Iterator[Check]:
     yield _guarded("memory", lambda: _memory(args))
     yield _guarded("shared memory", _shared_memory)
     yield _guarded("port", lambda: _port(args))
-    yield _guarded("ray", lambda: _ray(args))
+    yield from _all_guarded("ray", _ray(args))
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
@@ -76,6 +80,23 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
         return Check(name=name, status="fail", detail=str(error))
     except Exception as error:  # a broken package can raise anything: that is what is asked here
         return Check(name=name, status="fail", detail=f"{type(error).__name__}: {error}")
+
+
+def _all_guarded(name: str, checks: Iterator[Check]) -> Iterator[Check]:
+    """Each check until one breaks, and then what broke it."""
+    while True:
+        try:
+            check = next(checks)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield _guarded(name, functools.partial(_raise, error))
+            return
+        yield check
+
+
+def _raise(error: Exception) -> Check:
+    raise error
 
 
 def _python() -> Check:
@@ -174,24 +195,71 @@ def _port(args: ServeArgs) -> Check:
     return Check(name="port", status="ok", detail=f"{args.host}:{args.port} is free")
 
 
-def _ray(args: ServeArgs) -> Check:
-    """Join the cluster that would be joined; a local one is not started for this."""
-    num_needed = args.tensor_parallel_size + 1
+def _ray(args: ServeArgs) -> Iterator[Check]:
+    """Join the cluster that would be joined, and look at every node; a local one is not started for this."""
     if (args.address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         version, num_cpus = importlib.metadata.version("ray"), os.cpu_count() or 1
         detail = f"{version}; serve starts a local cluster, with {num_cpus} cores of this machine"
         if num_cpus < args.tensor_parallel_size:
-            return Check(
-                name="ray",
-                status="warn",
-                detail=f"{detail}: fewer than shards, --tensor-parallel-size {args.tensor_parallel_size}",
-            )
-        return Check(name="ray", status="ok", detail=detail)
+            detail += f": fewer than shards, --tensor-parallel-size {args.tensor_parallel_size}"
+            yield Check(name="ray", status="warn", detail=detail)
+        else:
+            yield Check(name="ray", status="ok", detail=detail)
+        return
     from cluster.launch.ray_session import RaySession
 
     with closing(RaySession(args.address)):
-        import ray
+        yield _room(args)
+        yield from _nodes(args)
 
-        num_free = int(ray.available_resources().get("CPU", 0))
-    detail = f"joined; {num_free} CPUs are free, the group needs {num_needed}"
-    return Check(name="ray", status="ok" if num_free >= num_needed else "fail", detail=detail)
+
+def _room(args: ServeArgs) -> Check:
+    """Whether `serve` would find room for the group and its gateway now."""
+    import ray
+
+    from cluster.launch import placement
+
+    bundles = placement.bundles_of(args.tensor_parallel_size)
+    bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
+    shortage = placement.describe_shortage(bundles, placement.node_capacities())
+    fits = "fits on no node" not in shortage
+    return Check(name="ray", status="ok" if fits else "fail", detail=f"joined; {shortage}")
+
+
+def _nodes(args: ServeArgs) -> Iterator[Check]:
+    """One check for each node that lives, by a process there."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    config = to_portable(resolve(args), "cluster")
+    model_path = None if config.model_path.startswith("package:") else config.model_path
+    task = ray.remote(num_cpus=0, max_retries=0)(look)
+    asked = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            reference = task.options(scheduling_strategy=on_node).remote(DISTRIBUTIONS, model_path)
+            asked[node["NodeManagerAddress"]] = reference
+    for ip, reference in asked.items():
+        yield _guarded(f"node {ip}", functools.partial(_node, ip, reference, model_path))
+
+
+def _node(ip: str, reference: Any, model_path: str | None) -> Check:
+    from cluster.launch.waiting import answer
+
+    facts: NodeFacts = answer(reference, f"a process on node {ip}", timeout_s=_NODE_TIMEOUT_S)
+    detail = (
+        f"Python {facts.python}, {format_size(facts.memory_bytes)} of memory and "
+        f"{format_size(facts.shared_memory_bytes)} of shared memory are free"
+    )
+    wrong = []
+    if facts.missing:
+        names = " ".join(facts.missing)
+        wrong.append(
+            f"missing packages: {names}; install them there: {facts.executable} -m pip install {names}"
+        )
+    if not facts.has_model:
+        wrong.append(f"no checkpoint at {model_path}; it must lie at the same path on every node")
+    if facts.shared_memory_bytes < _MIN_SHARED_MEMORY_BYTES:
+        wrong.append("too little in /dev/shm (containers: --shm-size=1g)")
+    return Check(name=f"node {ip}", status="fail" if wrong else "ok", detail="; ".join([*wrong, detail]))

@@ -19,8 +19,12 @@ import pytest
 import ray
 
 from cluster.answering.group_client import GroupClient
+from cluster.client import Client
+from cluster.config import ServeArgs
 from cluster.launch.group import GroupHandle, launch_group
 from cluster.launch.ray_keeper import descendants
+from cluster.launch.serving import start_server
+from cluster.report.doctor import run_checks
 from kernels_integration.errors import CheckpointError, ClusterTooSmallError, ConfigError, UnavailableError
 from tests.support.ray_groups import (
     eventually,
@@ -171,6 +175,29 @@ def test_a_cluster_too_small_names_the_bundle_and_the_nodes() -> None:
         assert any("waiting for room in the Ray cluster" in message for message in messages)
         assert ray.is_initialized(), "a connection that was there before stays"
         assert ray.available_resources()["CPU"] == 3
+    finally:
+        ray.shutdown()
+
+
+def test_a_server_fits_on_a_node_with_exactly_the_cpus_of_its_group() -> None:
+    """The gateway is part of the reservation, and takes none of them."""
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    try:
+        args = ServeArgs(tensor_parallel_size=2, port=0, max_model_len=256, num_kv_blocks=64)
+        [check] = [
+            check for check in run_checks(args.model_copy(update={"address": "auto"})) if check.name == "ray"
+        ]
+        assert check.status == "ok"
+        with start_server(args) as server:
+            assert ray.available_resources().get("CPU", 0) == 0
+            with Client(server.address) as client:
+                assert client.health().healthy
+            [group] = ray.util.placement_group_table().values()
+            assert group["name"].startswith("tiny-dsa-")
+            names = {
+                actor["name"].partition("/")[2] for actor in ray.util.list_named_actors(all_namespaces=True)
+            }
+            assert names == {"coordinator", "epoch 0 process 0", "epoch 0 process 1", "gateway"}
     finally:
         ray.shutdown()
 

@@ -12,6 +12,7 @@ from actors.config import GroupConfig
 from actors.model_location import to_local, to_portable
 from actors.transport.network import free_port, interface_of
 from cluster.launch.placement import (
+    Bundle,
     NodeCapacity,
     bundles_of,
     by_node,
@@ -19,6 +20,7 @@ from cluster.launch.placement import (
     count_by_node,
     describe_shortage,
     rank_order,
+    table,
 )
 
 
@@ -104,3 +106,28 @@ def test_actors_by_node_fit_a_line_also_for_many_shards() -> None:
         "10.0.0.2": "shards 8-9",
     }
     assert count_by_node({"shard 0": second}) == "10.0.0.2 (shard 0)"
+
+
+def test_a_gateway_fits_on_its_own_node_alone_and_takes_no_cpu() -> None:
+    gateway = Bundle("the gateway", 0, node_ip="10.0.0.1")
+    assert gateway.resources == {"node:10.0.0.1": 0.001}
+    assert str(gateway) == "the gateway (on node 10.0.0.1)"
+    full = [NodeCapacity("10.0.0.1", free=3, total=3)]
+    assert "should fit now" in describe_shortage([*bundles_of(2), gateway], full)
+    head = [NodeCapacity("10.0.0.1", free=0, total=0), NodeCapacity("10.0.0.2", free=2, total=2)]
+    assert "should fit now" in describe_shortage([*bundles_of(1), gateway], head)
+    elsewhere = [NodeCapacity("10.0.0.2", free=8, total=8)]
+    told = describe_shortage([*bundles_of(1), gateway], elsewhere)
+    assert "the one of the gateway (on node 10.0.0.1) fits on no node" in told
+
+
+def test_the_table_has_every_bundle_and_every_node() -> None:
+    nodes = [NodeCapacity("10.0.0.1", free=2, total=8), NodeCapacity("10.0.0.2", free=0, total=0)]
+    assert table([*bundles_of(1), Bundle("the gateway", 0, node_ip="10.0.0.1")], nodes).splitlines() == [
+        "",
+        "  wanted  the coordinator (1 CPU)",
+        "  wanted  shard 0 (1 CPU)",
+        "  wanted  the gateway (on node 10.0.0.1)",
+        "  node 10.0.0.1  2 of 8 CPUs free",
+        "  node 10.0.0.2  0 of 0 CPUs free",
+    ]
