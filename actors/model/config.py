@@ -17,7 +17,7 @@ _MAX_LAYERS = 1024
 """Ten times what is released; every layer is built, without data, to know what it takes."""
 _LAYER_TYPES = ("full_attention", "indexed_attention")
 """As transformers names layers without and with an indexer; which is which, `indexer_types` tells."""
-_MAX_EXPERTS = 2**20
+_MAX_EXPERTS = 2**16
 """Of all layers: every one is named in lists, and releases have 25,000."""
 
 

@@ -39,6 +39,8 @@ from kernels_integration.topology import Topology
 
 BLOCK_SIZE = 16
 """Tokens of a KV block, as EngineArgs has it by default: the cache holds whole blocks."""
+_MAX_MEASURED_PROBLEMS = 1000
+"""Beyond it the model that is built to be measured is not the one in the files, and may be any size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,11 @@ def inspect_checkpoint(
         except LatentrayError as error:
             found.problems.append(str(error))
         else:
+            if len(tensor_problems) > _MAX_MEASURED_PROBLEMS:
+                found.notes.append(
+                    "config.json describes another model than the weights: no sizes are computed"
+                )
+                return found
             found.shard = _shard_facts(
                 config,
                 checkpoint.tensors,
