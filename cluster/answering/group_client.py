@@ -183,14 +183,15 @@ class GroupClient:
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         """A connection that is closed, by the coordinator's end, its process's or its node's."""
-        while True:
-            await recv_monitor_message(monitor)
-            await asyncio.sleep(_LAST_WORDS_S)
-            self._trouble = (
-                f"the connection to the coordinator at {self.request_address} was closed: it has ended, or "
-                "its process or node is gone"
-            )
-            self._fail(self._trouble)
+        with monitor:
+            while True:
+                await recv_monitor_message(monitor)
+                await asyncio.sleep(_LAST_WORDS_S)
+                self._trouble = (
+                    f"the connection to the coordinator at {self.request_address} was closed: it has ended, "
+                    "or its process or node is gone"
+                )
+                self._fail(self._trouble)
 
     def _fail(self, reason: str) -> None:
         """End every live sequence, here and at the coordinator, which may only have been away."""
