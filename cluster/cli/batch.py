@@ -52,8 +52,8 @@ def batch(
     from cluster.answering.engine import start_engine
     from cluster.batch import run_batch
     from cluster.batch.input_file import count_rows, open_input
-    from cluster.batch.output_file import open_output
     from cluster.frontend.front_end import ModelFrontend
+    from cluster.report.output_file import open_output
     from cluster.report.progress import progress_bar
 
     input_file = _only("--input", input_files, "join files by: cat FILES | latentray batch -i - ...")

@@ -6,10 +6,9 @@ Source: "Trace Event Format" (complete events, ph "X"; times in microseconds).
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from kernels_integration.errors import ConfigError
+from cluster.report.output_file import check_output, open_output
 from kernels_integration.spans import Span
 
 _NUM_ASKS = 5
@@ -23,16 +22,10 @@ class TraceFile:
 
     def __init__(self, path: str) -> None:
         """Errors: ConfigError when the file cannot be written - now, not after a day."""
-        self._path = Path(path)
+        self._path = path
         self._events: list[dict[str, Any]] = []
         self._process_ids: dict[str, int] = {}
-        try:
-            self._path.write_text("")
-        except OSError as error:
-            raise ConfigError(
-                f"trace file {path} cannot be written: {error.strerror}; pass a file in a directory "
-                "that exists and that you may write to"
-            ) from error
+        check_output(path, flag="trace file")
 
     def add(self, trace: Trace, group: str = "") -> None:
         """One process an actor. group: tells apart the actors of several groups of one file."""
@@ -41,8 +34,10 @@ class TraceFile:
             self._events += [_event(span, process_id) for span in spans]
 
     def write(self) -> None:
+        """A file of that name stays until this one is whole. Errors: ConfigError, UnavailableError."""
         content = {"traceEvents": self._events, "displayTimeUnit": "ms"}
-        self._path.write_text(json.dumps(content, separators=(",", ":")))
+        with open_output(self._path, flag="trace file") as output:
+            output.write(json.dumps(content, separators=(",", ":")))
 
     def _process(self, name: str) -> int:
         if name not in self._process_ids:

@@ -109,5 +109,5 @@ def test_an_output_that_takes_no_more_is_an_exit_code_of_its_own(tmp_path: Path)
     source.write_text(completion("a", prompt="The king", max_tokens=3))
     done = run("batch", "-i", str(source), "-o", "/dev/full", "--executor", "inline", *SMALL)
     assert done.returncode == 4
-    assert "--output /dev/full takes no more rows: No space left on device" in done.stderr
+    assert "--output /dev/full takes no more: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr

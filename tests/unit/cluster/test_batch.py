@@ -9,10 +9,10 @@ import pytest
 
 from actors.requests import Request
 from cluster.batch import BatchSummary, run_batch, runner
-from cluster.batch.output_file import open_output
 from cluster.batch.rows import MAX_ROW_BYTES
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
+from cluster.report.output_file import open_output
 from kernels_integration.errors import OverloadedError, UnavailableError
 from tests.support.scripted_engine import Answer, ScriptedEngine
 

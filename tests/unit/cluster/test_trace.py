@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from cluster.answering.engine import start_engine
 from cluster.report.trace import TraceFile, clock_offset_ns, on_one_clock
-from kernels_integration.errors import ConfigError
+from kernels_integration.errors import ConfigError, UnavailableError
 from kernels_integration.spans import Span
 from tests.support.groups import group_config, load_tokenizer, request, text_prompts
 
@@ -115,3 +117,22 @@ def test_another_nodes_clock() -> None:
     offset = clock_offset_ns(ask, clock)
     assert abs(offset - 500_000) <= 2
     assert on_one_clock([Span("a", 500_100, 3, 1)], 500_000) == [Span("a", 100, 3, 1)]
+
+
+def test_an_earlier_trace_stays_until_a_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("earlier")
+    file = TraceFile(str(path))
+    assert path.read_text() == "earlier", "the run may still fail to start"
+    file.add({"coordinator": []})
+    file.write()
+    assert json.loads(path.read_text())["traceEvents"]
+    TraceFile(str(tmp_path / "other.json"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_a_trace_may_go_to_a_device_and_says_when_it_cannot() -> None:
+    TraceFile("/dev/null").write()
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    with pytest.raises(UnavailableError, match="trace file /dev/full takes no more: No space left"):
+        TraceFile("/dev/full").write()

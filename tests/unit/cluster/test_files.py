@@ -14,7 +14,7 @@ import pytest
 
 from cluster.batch import input_file
 from cluster.batch.input_file import count_rows, open_input
-from cluster.batch.output_file import OutputFile, open_output
+from cluster.report.output_file import OutputFile, open_output
 from kernels_integration.errors import ConfigError, UnavailableError
 
 
@@ -147,7 +147,7 @@ def test_two_batches_on_one_output_are_refused(tmp_path: Path) -> None:
     with open_output(str(out)) as output:
         output.write("mine")
         for path in (out, link):
-            with pytest.raises(ConfigError, match="is being written by another batch"):
+            with pytest.raises(ConfigError, match="is being written by another run"):
                 write_rows(path, "other")
         write_rows(tmp_path / "o", "another file")
     assert out.read_text() == "mine\n"
@@ -157,7 +157,7 @@ def test_two_batches_on_one_output_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnavailableError, match="--output /dev/full takes no more rows: No space left"):
+    with pytest.raises(UnavailableError, match="--output /dev/full takes no more: No space left"):
         write_rows("/dev/full", "row")
     write, room = os.write, [25]
 
@@ -176,7 +176,7 @@ def test_a_reader_that_goes_away_is_told() -> None:
     """In a process of its own: whether Python says more when it flushes at its end is part of it."""
     program = (
         "import sys\n"
-        "from cluster.batch.output_file import open_output\n"
+        "from cluster.report.output_file import open_output\n"
         "from kernels_integration.errors import UnavailableError\n"
         "try:\n"
         "    with open_output('-') as output:\n"
@@ -190,7 +190,7 @@ def test_a_reader_that_goes_away_is_told() -> None:
     process.stdout.readline()
     process.stdout.close()
     assert process.stderr is not None
-    assert process.stderr.read() == "told: --output - takes no more rows: Broken pipe\n"
+    assert process.stderr.read() == "told: --output - takes no more: Broken pipe\n"
     assert process.wait() == 1
 
 

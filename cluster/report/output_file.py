@@ -1,4 +1,4 @@
-"""Where a batch writes: a file that appears when it is whole, or whatever else the user names.
+"""Where a command writes: a file that appears when it is whole, or whatever else the user names.
 
 Three kinds of outputs, told apart by what is there, never by trying:
 - a regular file, or none yet: rows go to a new file beside it, which replaces it at the end. Links are
@@ -27,9 +27,13 @@ _DESCRIPTOR = re.compile(r"/dev/(?:stdout|stderr|fd/(\d+))|/proc/self/fd/(\d+)")
 class OutputFile:
     """Takes lines; each is handed to the system at once, whole or not at all."""
 
-    def __init__(self, path: str, descriptor: int, *, replaces: tuple[Path, Path] | None = None) -> None:
-        """descriptor: owned from now on. replaces: the file to write and the one that it becomes."""
+    def __init__(
+        self, path: str, descriptor: int, flag: str, *, replaces: tuple[Path, Path] | None = None
+    ) -> None:
+        """descriptor: owned from now on. flag: that the user gave the path by. replaces: the file to write
+        and the one that it becomes."""
         self.path = path
+        self._flag = flag
         self.num_lines = 0
         self._descriptor = descriptor
         self._partial: Path | None = replaces[0] if replaces else None
@@ -87,11 +91,11 @@ class OutputFile:
         self._num_bytes += len(data)
 
     def _takes_no_more(self, error: OSError) -> UnavailableError:
-        return UnavailableError(f"--output {self.path} takes no more rows: {error.strerror}")
+        return UnavailableError(f"{self._flag} {self.path} takes no more: {error.strerror}")
 
 
 @contextmanager
-def open_output(path: str, *, input_path: str = STANDARD) -> Iterator[OutputFile]:
+def open_output(path: str, *, flag: str = "--output", input_path: str = STANDARD) -> Iterator[OutputFile]:
     """The output, which is whole at the end of the `with`.
 
     A regular file appears, or is replaced, then. Until then the rows are in PATH.partial (PATH.partial.2 and
@@ -100,7 +104,7 @@ def open_output(path: str, *, input_path: str = STANDARD) -> Iterator[OutputFile
     Errors: ConfigError when it cannot be written, is the input, or is being written by another batch;
     UnavailableError as of `OutputFile.write`.
     """
-    output = _open(path, input_path)
+    output = _open(path, flag, input_path)
     try:
         yield output
         output.finish()
@@ -108,24 +112,42 @@ def open_output(path: str, *, input_path: str = STANDARD) -> Iterator[OutputFile
         output.close()
 
 
-def _open(path: str, input_path: str) -> OutputFile:
+def check_output(path: str, *, flag: str) -> None:
+    """Whether `open_output` may work later, without touching anything now. Errors: ConfigError."""
+    try:
+        found = _stat_of(path)
+        if _descriptor_of(path) is not None:
+            return
+        if not path or path.endswith("/") or (found is not None and stat.S_ISDIR(found.st_mode)):
+            raise _unwritable(path, flag, "it is a directory")
+        is_file = found is None or stat.S_ISREG(found.st_mode)
+        place = os.path.dirname(os.path.realpath(path)) if is_file else path
+        if not os.path.exists(place):
+            raise FileNotFoundError(0, "its directory does not exist")
+        if not os.access(place, os.W_OK | os.X_OK if is_file else os.W_OK):
+            raise PermissionError(0, "permission denied")
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, flag, getattr(error, "strerror", None) or str(error)) from error
+
+
+def _open(path: str, flag: str, input_path: str) -> OutputFile:
     try:
         if (number := _descriptor_of(path)) is not None:
-            return OutputFile(path, os.dup(number))
+            return OutputFile(path, os.dup(number), flag)
         found = _stat_of(path)
         if not path or path.endswith("/") or (found is not None and stat.S_ISDIR(found.st_mode)):
-            raise _unwritable(path, "it is a directory")
+            raise _unwritable(path, flag, "it is a directory")
         if found is not None and not stat.S_ISREG(found.st_mode):
-            return OutputFile(path, os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC))
+            return OutputFile(path, os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC), flag)
         _refuse_input(path, input_path, found)
         target = Path(os.path.realpath(path))
-        partial, descriptor = _create_partial(path, target)
+        partial, descriptor = _create_partial(path, flag, target)
     except (OSError, ValueError) as error:  # ValueError: a NUL character
-        raise _unwritable(path, getattr(error, "strerror", None) or str(error)) from error
-    return OutputFile(path, descriptor, replaces=(partial, target))
+        raise _unwritable(path, flag, getattr(error, "strerror", None) or str(error)) from error
+    return OutputFile(path, descriptor, flag, replaces=(partial, target))
 
 
-def _create_partial(path: str, target: Path) -> tuple[Path, int]:
+def _create_partial(path: str, flag: str, target: Path) -> tuple[Path, int]:
     """A new file that is ours alone, locked. A name that is taken - a link, too - is left as it is."""
     number = 1
     while True:
@@ -143,7 +165,7 @@ def _create_partial(path: str, target: Path) -> tuple[Path, int]:
         partial.unlink()
         os.close(descriptor)
         raise ConfigError(
-            f"--output {path} is being written by another batch (its rows are in {other}); wait for its end, "
+            f"{flag} {path} is being written by another run ({other} is its file); wait for its end, "
             "or pass another file"
         )
     return partial, descriptor
@@ -205,7 +227,5 @@ def _refuse_input(path: str, input_path: str, found: os.stat_result | None) -> N
         raise ConfigError(f"--output {path} would overwrite --input {input_path}; pass another file")
 
 
-def _unwritable(path: str, cause: str) -> ConfigError:
-    return ConfigError(
-        f"--output {path} cannot be written: {cause}; pass a file in a writable directory, or -"
-    )
+def _unwritable(path: str, flag: str, cause: str) -> ConfigError:
+    return ConfigError(f"{flag} {path} cannot be written: {cause}; pass a file in a writable directory, or -")
