@@ -167,9 +167,7 @@ def inspect_checkpoint(
             found.problems.append(str(error))
         else:
             if len(tensor_problems) > _MAX_MEASURED_PROBLEMS:
-                found.notes.append(
-                    "config.json describes another model than the weights: no sizes are computed"
-                )
+                found.notes.append("config.json describes another model than the weights: sizes are left out")
                 return found
             found.shard = _shard_facts(
                 config,
