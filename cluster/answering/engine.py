@@ -50,7 +50,7 @@ class Engine:
         try:
             self._answering = self._call(self._connect())
         except BaseException:
-            self._stop()
+            self._leave()
             raise
 
     def run(
@@ -93,10 +93,7 @@ class Engine:
                 self._trace_file.add(self.take_trace())
                 self._trace_file.write()
         finally:
-            try:
-                self._call(self._group.close())
-            finally:
-                self._stop()
+            self._leave()
 
     async def _connect(self) -> Answering:
         await self._group.connect()
@@ -125,11 +122,14 @@ class Engine:
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._stop_group()
+    def _leave(self) -> None:
+        try:
+            self._call(self._group.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._stop_group()
 
 
 def _up_to_none(requests: Iterable[Request | None]) -> list[Request]:

@@ -184,16 +184,29 @@ async def test_what_is_not_read_to_its_end_counts_against_its_client_and_not_as_
 
 
 class ClosableGroup(ScriptedGroup):
+    is_closed = False
+
     async def current_stats(self) -> GroupStats:
         return GroupStats(num_steps=7)
 
     async def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 def engine_of(script: Callable[[Request], Any]) -> tuple[Engine, ClosableGroup, list[str]]:
     group, stopped = ClosableGroup(script), []
     return Engine(group, take_trace=dict, stop=lambda: stopped.append("stopped")), group, stopped
+
+
+def test_an_engine_whose_group_does_not_answer_stops_it() -> None:
+    class Mute(ClosableGroup):
+        async def connect(self) -> None:
+            raise UnavailableError("it did not answer")
+
+    group, stopped = Mute(), []
+    with pytest.raises(UnavailableError, match="did not answer"):
+        Engine(group, take_trace=dict, stop=lambda: stopped.append("stopped"))
+    assert (group.is_closed, stopped) == (True, ["stopped"])
 
 
 def test_an_engine_answers_requests_as_they_can_begin() -> None:
