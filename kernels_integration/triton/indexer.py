@@ -15,7 +15,7 @@ from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format
 
 _SCORED_AT_ONCE = 64
-_RANKED_AT_ONCE = 2048
+_RANKED_AT_ONCE = 32768
 _LISTED_AT_ONCE = 1024
 
 
@@ -182,6 +182,8 @@ def select_best(scores: Tensor, rows: LocalRows, kv_indptr: Tensor, kv_indices: 
     """
     if rows.num_rows == 0:
         return
+    width = min(rows.max_visible, scores.shape[1])
+    block = min(_RANKED_AT_ONCE, max(256, triton.next_power_of_2(width)))
     _select_best[(rows.num_rows,)](
         scores,
         rows.page_table,
@@ -197,19 +199,34 @@ def select_best(scores: Tensor, rows: LocalRows, kv_indptr: Tensor, kv_indices: 
         rows.page_table.stride(0),
         scores.stride(0),
         PAGE_SIZE=rows.page_size,
-        BLOCK=_RANKED_AT_ONCE,
-        num_warps=8,
+        IS_ONE_TILE=width <= block,
+        BLOCK=block,
+        LISTED=min(block, 4 * _LISTED_AT_ONCE),
+        num_warps=min(32, max(4, block // 512)),
     )
 
 
 @triton.jit
 def _ranks(scores, column, is_token):
-    """uint32 that grow with the scores: NaN as -inf, -0.0 as 0.0."""
+    """uint32 that grow with the scores, NaN as -inf, -0.0 as 0.0; 0, below all others, for no token."""
     score = tl.load(scores + column, mask=is_token, other=0.0)
     score = tl.where(score == score, score, float("-inf"))
     score = tl.where(score == 0.0, 0.0, score)
     bits = score.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
+    rank = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
+    return tl.where(is_token, rank, 0)
+
+
+@triton.jit
+def _num_from(tile, scores, count, least, IS_ONE_TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """How many ranks are `least` or more; tile: the first BLOCK of the row."""
+    total = tl.sum((tile >= least).to(tl.int32), 0)
+    if not IS_ONE_TILE:
+        for at in range(BLOCK, count, BLOCK):
+            column = at + tl.arange(0, BLOCK)
+            rank = _ranks(scores, column, column < count)
+            total += tl.sum((rank >= least).to(tl.int32), 0)
+    return total
 
 
 @triton.jit
@@ -228,45 +245,55 @@ def _select_best(
     stride_page,
     stride_score,
     PAGE_SIZE: tl.constexpr,
+    IS_ONE_TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    """The k-th largest rank digit by digit, from the highest; then one pass that lists what is chosen."""
+    """Halve the ranks between which the k-th largest lies until it is alone; then list what is chosen.
+
+    The search ends sooner where a rank parts the row exactly, as it does where scores do not tie.
+    """
     row = tl.program_id(0).to(tl.int64)
     first, count = _seen(visible_from, visible_to, row, num_tokens, num_columns)
     row_scores = scores + row * stride_score
     request_at = tl.load(request + row).to(tl.int64) * stride_page
     offset = tl.arange(0, BLOCK)
-    # Without a cut every rank is above the threshold or ties with it, and there is room for all.
+    tile = _ranks(row_scores, offset, offset < count)
+    # Chosen are ranks above `threshold`, and the first `free` of those that equal it.
     threshold = tl.zeros([], tl.uint32)
-    free = tl.zeros([], tl.int32) + topk
+    free = tl.zeros([], tl.int32)
     if count > topk:
-        bin_ = tl.arange(0, 256)
-        for digit in tl.static_range(4):
-            counts = tl.zeros([256], tl.int32)
-            for at in range(0, count, BLOCK):
-                is_token = at + offset < count
-                rank = _ranks(row_scores, at + offset, is_token)
-                if digit > 0:
-                    is_token = is_token & (rank >> (32 - 8 * digit) == threshold)
-                value = (rank >> (24 - 8 * digit)) & 255
-                counts += tl.histogram(value.to(tl.int32), 256, mask=is_token)
-            at_least = tl.cumsum(counts, 0, reverse=True)
-            chosen_bin = tl.sum((at_least >= free).to(tl.int32), 0) - 1
-            free -= tl.sum(tl.where(bin_ == chosen_bin, at_least - counts, 0), 0)
-            threshold = (threshold << 8) | chosen_bin.to(tl.uint32)
+        # topk ranks or more are at least `low`, fewer are at least `high`: every rank is below 2^32 - 1.
+        low = tl.zeros([], tl.uint32)
+        high = tl.zeros([], tl.uint32) + 0xFFFFFFFF
+        num_above = tl.zeros([], tl.int32)
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            num_from = _num_from(tile, row_scores, count, middle, IS_ONE_TILE, BLOCK)
+            is_exact = num_from == topk
+            num_above = tl.where(num_from < topk, num_from, num_above)
+            low = tl.where(num_from < topk, low, middle)
+            high = tl.where(num_from < topk, middle, tl.where(is_exact, middle + 1, high))
+            num_above = tl.where(is_exact, -1, num_above)
+        # After an exact parting all from `low` on are chosen, else those above it and some that equal it.
+        threshold = tl.where(num_above < 0, low - 1, low)
+        free = tl.where(num_above < 0, 0, topk - num_above)
+    # Listed in smaller tiles: with their slots a whole row's ranks would not stay in registers.
+    part = tl.arange(0, LISTED)
     out = tl.load(kv_indptr + row)
     room = tl.minimum(tl.load(kv_indptr + row + 1), num_indices)
     num_tied = 0
-    for at in range(0, count, BLOCK):
-        is_token = at + offset < count
-        rank = _ranks(row_scores, at + offset, is_token)
-        tied = is_token & (rank == threshold)
-        tied_before = num_tied + tl.cumsum(tied.to(tl.int32), 0)
-        chosen = (is_token & (rank > threshold)) | (tied & (tied_before <= free))
+    for at in range(0, count, LISTED):
+        is_token = at + part < count
+        rank = _ranks(row_scores, at + part, is_token)
+        chosen = rank > threshold
+        if free > 0:
+            tied = (rank == threshold) & is_token
+            chosen = chosen | (tied & (num_tied + tl.cumsum(tied.to(tl.int32), 0) <= free))
+            num_tied += tl.sum(tied.to(tl.int32), 0)
         place = out + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        slot = _slot_of(page_table, request_at, first + at + offset, chosen, PAGE_SIZE)
+        slot = _slot_of(page_table, request_at, first + at + part, chosen, PAGE_SIZE)
         tl.store(kv_indices + place, slot.to(kv_indices.dtype.element_ty), mask=chosen & (place < room))
-        num_tied += tl.sum(tied.to(tl.int32), 0)
         out += tl.sum(chosen.to(tl.int32), 0)
 
 

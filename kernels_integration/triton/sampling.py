@@ -82,7 +82,9 @@ def _better(
     is_token = (column >= 0) & (column < num_tokens)
     logit = tl.load(logits_at + column, mask=is_token, other=float("-inf"))
     is_finite = is_token & (logit < float("inf")) & (logit > float("-inf"))
-    scaled = tl.where(is_greedy, logit, tl.math.div_rn(logit, tl.zeros_like(logit) + scale))
+    # Over a small temperature a logit may leave float32: it is held at its end, where such logits tie.
+    divided = tl.minimum(tl.math.div_rn(logit, tl.zeros_like(logit) + scale), 3.4028234663852886e38)
+    scaled = tl.where(is_greedy, logit, divided)
     value = scaled.to(tl.float64) + tl.where(is_greedy, 0.0, _gumbel(word))
     value = tl.where(is_finite, value, float("-inf"))
     # Places are visited in ascending order, so a tie keeps the lower token.
@@ -145,10 +147,10 @@ def _best_tile(best_score, best_token, tokens, num_tiles, NO_TOKEN: tl.constexpr
 
 
 def count_emitted(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, emitted: Tensor) -> None:
-    """emitted [B] int32: how many of tokens [B, K + 1] each verify emits, by the rule of `actors.acceptance`.
+    """emitted [B] int32: how many of tokens [B, K + 1] each verify emits, by the rule of `length_of_walk`.
 
-    drafts [B, K]; num_drafts [B], at most K. x_0 is emitted; x_i follows while d_i equals x_{i-1}; a token
-    below 0 (MASKED, NO_TOKEN) and what follows it is not.
+    drafts [B, K]; num_drafts [B], at most K. x_0 is emitted; x_i follows while d_i equals x_{i-1}; MASKED
+    and what follows it is not.
     """
     B, num_tokens = tokens.shape
     if B == 0:
@@ -190,6 +192,6 @@ def _count_emitted(
     before = tl.load(tokens + at - 1, mask=has_draft, other=-1).to(tl.int64)
     draft_at = request[:, None] * (NUM_TOKENS - 1) + depth - 1
     draft = tl.load(drafts + draft_at, mask=has_draft, other=-1).to(tl.int64)
-    goes_on = in_row & (token >= 0) & ((depth == 0) | (draft == before))
+    goes_on = in_row & (token != -1) & ((depth == 0) | (draft == before))
     count = tl.min(tl.where(goes_on, BLOCK_K, depth), 1)
     tl.store(emitted + request, count, mask=is_request)

@@ -86,7 +86,7 @@ def test_counts_what_the_coordinator_counts(device, most_drafts):
     generator = torch.Generator().manual_seed(most_drafts)
     requests = 300
     drafts = torch.randint(0, 3, (requests, most_drafts), generator=generator)
-    tokens = torch.randint(-1, 3, (requests, most_drafts + 1), generator=generator)
+    tokens = torch.randint(-2, 3, (requests, most_drafts + 1), generator=generator)
     k = torch.randint(0, most_drafts + 1, (requests,), generator=generator)
     emitted = Guarded((requests,), torch.int32, device)
     sampling.count_emitted(tokens.to(device), drafts.to(device), k.to(device), emitted.tensor)
