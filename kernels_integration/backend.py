@@ -20,6 +20,7 @@ from kernels_integration.dcp import DcpGroup
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import SparseMLAPlan
 from kernels_integration.rows import Rows, Selection
+from kernels_integration.sampling import SamplingRows
 from kernels_integration.weight import Weight
 
 
@@ -206,6 +207,15 @@ class Backend(Protocol):
         lse are written in place: rows without KV get o = 0, lse = -inf; rows from T on are neither read nor
         written.
         Errors: PlanError, before anything is written, when the plan does not fit the tensors.
+        """
+        ...
+
+    def draw(self, logits: Tensor, vocab_start: int, rows: SamplingRows, *, has_filters: bool) -> Tensor:
+        """[R] int64: argmax(logits / temperature + gumbel(seed, position, token)) over what filters leave.
+
+        logits [R, V] float32 or float64 of the tokens from vocab_start on, edited by their rules (those of
+        rows are not read). Of equal scores the lower token. NaN and +inf count as -inf; where nothing else
+        is: NO_TOKEN. has_filters False: no row has any in force but top_k 1, which is greedy.
         """
         ...
 

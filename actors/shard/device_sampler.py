@@ -6,57 +6,38 @@ Shape legend: R rows, V tokens of this rank's slice.
 import torch
 from torch import Tensor
 
+from kernels_integration.backend import Backend
 from kernels_integration.collectives import Collectives
-from kernels_integration.filters import num_kept
-from kernels_integration.noise import gumbel, random_bits
-from kernels_integration.race import Scores
-from kernels_integration.sampling import GREEDY_BELOW, SamplingRows, over_temperature
+from kernels_integration.sampling import SamplingRows
 from kernels_integration.token_marks import NO_TOKEN
 
 
 def draw_rows(
-    local_logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collectives, *, has_filters: bool
+    local_logits: Tensor,
+    vocab_start: int,
+    rows: SamplingRows,
+    comm: Collectives,
+    backend: Backend,
+    *,
+    has_filters: bool,
 ) -> Tensor:
     """[R] int64 tokens; NO_TOKEN in rows without a finite logit. Collective.
 
     local_logits: [R, V] as for `sample`. has_filters: some row may be cut by top-k, top-p or min-p; False
     skips their sort.
     """
-    logits = finite_or_none(local_logits)
+    logits = local_logits
     if rows.rules is not None:
-        logits = rows.rules.apply(logits)
+        logits = rows.rules.apply(finite_or_none(logits))
     if comm.size > 1:
         logits, vocab_start = comm.all_gather(logits).transpose(0, 1).flatten(1), 0
-    greedy = (rows.temperature < GREEDY_BELOW) | (rows.top_k == 1)
-    # A row with a NaN (rules that failed on some rank) draws nothing.
-    is_whole = ~logits.amax(dim=1).isnan()
-    scaled = over_temperature(logits, rows.temperature.masked_fill(greedy, 1.0))
-    noise = gumbel(random_bits(rows.seed, rows.position, vocab_start, scaled.shape[1]))
-    candidates = scaled.double()
-    if has_filters:
-        is_cut = ~_survives(scaled, rows) & ~greedy.unsqueeze(1)
-        candidates = candidates.masked_fill(is_cut, -torch.inf)
-    column = torch.arange(scaled.shape[1], device=scaled.device).expand_as(scaled)
-    best, column = Scores.of(candidates, noise.masked_fill_(greedy.unsqueeze(1), 0.0)).best(column, dim=1)
-    return (column + vocab_start).masked_fill(~(is_whole & (best.value > -torch.inf)), NO_TOKEN)
+    tokens = backend.draw(logits, vocab_start, rows, has_filters=has_filters)
+    if rows.rules is None:
+        return tokens
+    # A row with a NaN: its rules failed on some rank.
+    return tokens.masked_fill(logits.isnan().any(dim=1), NO_TOKEN)
 
 
 def finite_or_none(logits: Tensor) -> Tensor:
     """logits with -inf for NaN and +inf, without asking whether there are any."""
     return logits.where(logits < torch.inf, -torch.inf)
-
-
-def _survives(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """[R, V] bool: what min-p, top-k and top-p leave of whole rows, by the rule of `filters`."""
-    vocab_size = scaled.shape[1]
-    value, token = scaled.double().sort(dim=1, descending=True, stable=True)
-    peak = value[:, :1].clamp(min=torch.finfo(value.dtype).min)
-    kept = num_kept(
-        value - peak,
-        limit=torch.where(rows.top_k > 0, rows.top_k, vocab_size).clamp_max(vocab_size).unsqueeze(1),
-        top_p=rows.top_p.double().unsqueeze(1),
-        floor=rows.min_p.double().log().unsqueeze(1),
-        vocab_size=vocab_size,
-    )
-    place = torch.arange(vocab_size, device=scaled.device)
-    return torch.zeros_like(scaled, dtype=torch.bool).scatter(1, token, place < kept)

@@ -8,12 +8,13 @@ from kernels_integration.dcp import DcpGroup, merge_attention
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.kv_layout import INDEXER_KV_DTYPES, KV_CACHE_DTYPES
 from kernels_integration.plan import SparseMLAPlan, plan_from_indptr
-from kernels_integration.reference import attention, layers, selection
+from kernels_integration.reference import attention, drawing, layers, selection
 from kernels_integration.reference.experts import SortedExperts, route, swiglu
 from kernels_integration.reference.linear import MatrixProduct
 from kernels_integration.reference.rows import in_groups, store
 from kernels_integration.registry import Capabilities, Needs
 from kernels_integration.rows import Rows, Selection
+from kernels_integration.sampling import SamplingRows
 from kernels_integration.weight import Weight, accumulate_dtype
 
 CAPABILITIES = Capabilities(
@@ -129,6 +130,9 @@ class TorchBackend:
         self, plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
     ) -> None:
         attention.run(plan, q, kv, o, lse, sm_scale=sm_scale)
+
+    def draw(self, logits: Tensor, vocab_start: int, rows: SamplingRows, *, has_filters: bool) -> Tensor:
+        return drawing.draw(logits, vocab_start, rows, has_filters=has_filters)
 
     def merge(self, o: Tensor, lse: Tensor, dcp: DcpGroup) -> Tensor:
         return merge_attention(o, lse, dcp)

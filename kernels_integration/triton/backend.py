@@ -9,10 +9,11 @@ from kernels_integration.dcp import DcpGroup, merge_attention
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.kv_layout import FP8_DS_MLA, FP8_TILE
 from kernels_integration.plan import SparseMLAPlan, plan_from_indptr
-from kernels_integration.reference import layers, selection
+from kernels_integration.reference import drawing, layers, selection
 from kernels_integration.reference.rows import in_groups
 from kernels_integration.registry import Capabilities, Needs
 from kernels_integration.rows import Rows, Selection
+from kernels_integration.sampling import SamplingRows
 from kernels_integration.triton import (
     activation,
     cache_write,
@@ -22,6 +23,7 @@ from kernels_integration.triton import (
     norms,
     plan_build,
     router,
+    sampling,
 )
 from kernels_integration.triton.rows import local_rows, slots_of
 from kernels_integration.weight import Weight
@@ -220,6 +222,14 @@ class TritonBackend:
         self, plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
     ) -> None:
         mla_attention.run(plan, q, kv, o, lse, sm_scale=sm_scale)
+
+    def draw(self, logits: Tensor, vocab_start: int, rows: SamplingRows, *, has_filters: bool) -> Tensor:
+        if has_filters:
+            return drawing.draw(logits, vocab_start, rows, has_filters=True)
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        temperature = rows.temperature.masked_fill(rows.top_k == 1, 0.0).float()
+        sampling.draw(logits, temperature, rows.seed, rows.position, tokens, vocab_start=vocab_start)
+        return tokens
 
     def merge(self, o: Tensor, lse: Tensor, dcp: DcpGroup) -> Tensor:
         return merge_attention(o, lse, dcp)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from actors.shard.device_sampler import draw_rows
 from kernels_integration.logit_rules import LogitRules
+from kernels_integration.reference.backend import TorchBackend
 from kernels_integration.sampling import SamplingRows, sample
 from tests.unit.kernels.test_sampling import on_ranks
 
@@ -50,7 +51,9 @@ def test_they_are_those_of_sample(cases, size, dtype, has_failed) -> None:
 
     def both(x, start, comm):
         expected = sample(x, start, rows, comm).tokens
-        return expected.tolist(), draw_rows(x, start, rows, comm, has_filters=has_filters).tolist()
+        return expected.tolist(), draw_rows(
+            x, start, rows, comm, TorchBackend(), has_filters=has_filters
+        ).tolist()
 
     for expected, found in on_ranks(torch.tensor(logits, dtype=dtype), size, both):
         assert found == expected
@@ -74,7 +77,7 @@ def test_a_whole_vocabulary(count) -> None:
         def both(x, start, comm, rows=rows, has_filters=has_filters):
             return (
                 sample(x, start, rows, comm).tokens,
-                draw_rows(x, start, rows, comm, has_filters=has_filters),
+                draw_rows(x, start, rows, comm, TorchBackend(), has_filters=has_filters),
             )
 
         [(expected, found)] = on_ranks(logits, 1, both)
