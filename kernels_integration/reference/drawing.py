@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels_integration.filters import num_kept
 from kernels_integration.noise import gumbel, random_bits
+from kernels_integration.race import Scores
 from kernels_integration.sampling import GREEDY_BELOW, SamplingRows, over_temperature
 from kernels_integration.token_marks import NO_TOKEN
 
@@ -18,13 +19,13 @@ def draw(logits: Tensor, vocab_start: int, rows: SamplingRows, *, has_filters: b
     greedy = (rows.temperature < GREEDY_BELOW) | (rows.top_k == 1)
     scaled = over_temperature(logits, rows.temperature.masked_fill(greedy, 1.0))
     noise = gumbel(random_bits(rows.seed, rows.position, vocab_start, scaled.shape[1]))
-    score = scaled.double() + noise.masked_fill_(greedy.unsqueeze(1), 0.0)
-    score = score.masked_fill(~(scaled > -torch.inf), -torch.inf)
+    candidates = scaled.double()
     if has_filters:
         is_cut = ~_survives(scaled, rows) & ~greedy.unsqueeze(1)
-        score = score.masked_fill(is_cut, -torch.inf)
-    best, column = score.max(dim=1)
-    return (column + vocab_start).masked_fill(best == -torch.inf, NO_TOKEN)
+        candidates = candidates.masked_fill(is_cut, -torch.inf)
+    column = torch.arange(scaled.shape[1], device=scaled.device).expand_as(scaled)
+    best, column = Scores.of(candidates, noise.masked_fill_(greedy.unsqueeze(1), 0.0)).best(column, dim=1)
+    return (column + vocab_start).masked_fill(best.value == -torch.inf, NO_TOKEN)
 
 
 def _survives(scaled: Tensor, rows: SamplingRows) -> Tensor:

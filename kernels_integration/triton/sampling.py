@@ -37,14 +37,15 @@ def draw(
     # Blocks of four tokens share their random words, so tiles begin at a multiple of four.
     first_block = vocab_start // 4
     num_tiles = triton.cdiv(vocab_start + V - 4 * first_block, _BLOCK)
-    best_score = torch.empty(R, num_tiles, dtype=torch.float64, device=logits.device)
+    best = torch.empty(2, R, num_tiles, dtype=torch.float64, device=logits.device)
     best_token = torch.empty(R, num_tiles, dtype=torch.int64, device=logits.device)
     _draw_tiles[(num_tiles, R)](
         logits,
         temperature,
         seed,
         position,
-        best_score,
+        best[0],
+        best[1],
         best_token,
         V,
         logits.stride(0),
@@ -56,7 +57,8 @@ def draw(
         num_warps=4,
     )
     _best_tile[(R,)](
-        best_score,
+        best[0],
+        best[1],
         best_token,
         tokens,
         num_tiles,
@@ -75,21 +77,49 @@ def _gumbel(word):
 
 @triton.jit
 def _better(
-    score, token, logits_at, word, block, place: tl.constexpr, vocab_start, num_tokens, scale, is_greedy
+    value,
+    rest,
+    token,
+    logits_at,
+    word,
+    block,
+    place: tl.constexpr,
+    vocab_start,
+    num_tokens,
+    scale,
+    is_greedy,
 ):
-    """The better of what was found and of token `place` of each block."""
+    """The better of what was found and of token `place` of each block, as (value, rest, token).
+
+    value + rest is logit / temperature + noise exactly: `race.Scores`.
+    """
     column = 4 * block + place - vocab_start
     is_token = (column >= 0) & (column < num_tokens)
     logit = tl.load(logits_at + column, mask=is_token, other=float("-inf"))
     is_finite = is_token & (logit < float("inf")) & (logit > float("-inf"))
-    # Over a small temperature a logit may leave float32: it is held at its end, where such logits tie.
+    # Over a small temperature a logit may leave float32: it is held at its greatest number.
     divided = tl.minimum(tl.math.div_rn(logit, tl.zeros_like(logit) + scale), 3.4028234663852886e38)
-    scaled = tl.where(is_greedy, logit, divided)
-    value = scaled.to(tl.float64) + tl.where(is_greedy, 0.0, _gumbel(word))
-    value = tl.where(is_finite, value, float("-inf"))
+    s = tl.where(is_greedy, logit, divided).to(tl.float64)
+    is_finite = is_finite & (s > float("-inf"))
+    s = tl.where(is_finite, s, 0.0)
+    noise = tl.where(is_greedy, 0.0, _gumbel(word))
+    total = s + noise
+    noise_part = total - s
+    lost = (s - (total - noise_part)) + (noise - noise_part)
+    total = tl.where(is_finite, total, float("-inf"))
+    lost = tl.where(is_finite, lost, 0.0)
     # Places are visited in ascending order, so a tie keeps the lower token.
-    wins = value > score
-    return tl.where(wins, value, score), tl.where(wins, 4 * block + place, token)
+    wins = (total > value) | ((total == value) & (lost > rest))
+    return tl.where(wins, total, value), tl.where(wins, lost, rest), tl.where(wins, 4 * block + place, token)
+
+
+@triton.jit
+def _best_of(value, rest, token):
+    """(value, rest, token) of the best of a tile: of equal scores the lower token."""
+    best = tl.max(value, 0)
+    best_rest = tl.max(tl.where(value == best, rest, float("-inf")), 0)
+    is_best = (value == best) & (rest == best_rest)
+    return best, best_rest, tl.min(tl.where(is_best, token, 9223372036854775807), 0)
 
 
 @triton.jit
@@ -98,7 +128,8 @@ def _draw_tiles(
     temperature,
     seed,
     position,
-    best_score,
+    best_value,
+    best_rest,
     best_token,
     num_tokens,
     stride_logits,
@@ -121,29 +152,33 @@ def _draw_tiles(
     w_0, w_1, w_2, w_3 = tl.philox(
         tl.load(seed + row), block.to(tl.uint32), zero + low, zero + high, zero + purpose
     )
-    score = tl.full([BLOCKS], float("-inf"), tl.float64)
-    token = tl.full([BLOCKS], 9223372036854775807, tl.int64)
+    v = tl.full([BLOCKS], float("-inf"), tl.float64)
+    r = tl.zeros([BLOCKS], tl.float64)
+    t = tl.full([BLOCKS], 9223372036854775807, tl.int64)
     at = logits + row * stride_logits
-    score, token = _better(score, token, at, w_0, block, 0, vocab_start, num_tokens, scale, is_greedy)
-    score, token = _better(score, token, at, w_1, block, 1, vocab_start, num_tokens, scale, is_greedy)
-    score, token = _better(score, token, at, w_2, block, 2, vocab_start, num_tokens, scale, is_greedy)
-    score, token = _better(score, token, at, w_3, block, 3, vocab_start, num_tokens, scale, is_greedy)
-    best = tl.max(score, 0)
-    chosen = tl.min(tl.where(score == best, token, 9223372036854775807), 0)
+    v, r, t = _better(v, r, t, at, w_0, block, 0, vocab_start, num_tokens, scale, is_greedy)
+    v, r, t = _better(v, r, t, at, w_1, block, 1, vocab_start, num_tokens, scale, is_greedy)
+    v, r, t = _better(v, r, t, at, w_2, block, 2, vocab_start, num_tokens, scale, is_greedy)
+    v, r, t = _better(v, r, t, at, w_3, block, 3, vocab_start, num_tokens, scale, is_greedy)
+    value, rest, token = _best_of(v, r, t)
     out = row * tl.num_programs(0) + tile
-    tl.store(best_score + out, best)
-    tl.store(best_token + out, chosen)
+    tl.store(best_value + out, value)
+    tl.store(best_rest + out, rest)
+    tl.store(best_token + out, token)
 
 
 @triton.jit
-def _best_tile(best_score, best_token, tokens, num_tiles, NO_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+def _best_tile(
+    best_value, best_rest, best_token, tokens, num_tiles, NO_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK)
-    score = tl.load(best_score + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
-    token = tl.load(best_token + row * num_tiles + tile, mask=tile < num_tiles, other=9223372036854775807)
-    best = tl.max(score, 0)
-    chosen = tl.min(tl.where(score == best, token, 9223372036854775807), 0)
-    tl.store(tokens + row, tl.where(best == float("-inf"), NO_TOKEN, chosen))
+    at, mask = row * num_tiles + tile, tile < num_tiles
+    value = tl.load(best_value + at, mask=mask, other=float("-inf"))
+    rest = tl.load(best_rest + at, mask=mask, other=0.0)
+    token = tl.load(best_token + at, mask=mask, other=9223372036854775807)
+    value, rest, token = _best_of(value, rest, token)
+    tl.store(tokens + row, tl.where(value == float("-inf"), NO_TOKEN, token))
 
 
 def count_emitted(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, emitted: Tensor) -> None:
