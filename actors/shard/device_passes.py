@@ -233,7 +233,10 @@ class DevicePasses:
     ) -> Tensor:
         """[R] tokens at positions [R] for slots [R]."""
         rows = self._state.sampling_rows(slots, positions, rules)
-        return draw_rows(logits, self._model.vocab_start, rows, self._tp, has_filters=shape.has_filters)
+        model = self._model
+        return draw_rows(
+            logits, model.vocab_start, rows, self._tp, model.backend, has_filters=shape.has_filters
+        )
 
 
 def _place_of(positions: Tensor) -> Tensor:

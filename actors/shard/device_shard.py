@@ -17,6 +17,7 @@ from actors.messages import PENDING_CAPACITY, StepInput, StepOutput
 from actors.model.model import Model
 from actors.shard.boundary import Boundary
 from actors.shard.chunk_rows import ChunkRows
+from actors.shard.decode_graphs import DecodeGraphs
 from actors.shard.device_layout import HostView, StepLayout
 from actors.shard.device_passes import DevicePasses, Passed
 from actors.shard.device_rows import DeviceRowMaker
@@ -75,6 +76,8 @@ class DeviceShard:
         rows = DeviceRowMaker(self._state, dcp, block_size=config.block_size, boundary=boundary)
         self._modules = MtpModules(model, cache, rows, num_slots=config.max_num_seqs + 1, boundary=boundary)
         self._passes = DevicePasses(model, cache, self._state, rows, self._modules, tp=tp, spans=spans)
+        is_capturable = model.backend.is_capturable and boundary.device.type == "cuda" and tp.size == 1
+        self._graphs = DecodeGraphs(self._passes) if is_capturable else None
         vocab_start, slice_size = model.vocab_start, -(-model.config.vocab_size // tp.size)
         self._rules = SlotRules(vocab_start=vocab_start, slice_size=slice_size, boundary=boundary)
         self._prompt_logprobs = PromptLogprobs(
@@ -92,9 +95,12 @@ class DeviceShard:
         layout, up = self._host.layout(step), self._boundary.up
         rules = StepRules(self._rules, layout, self._boundary) if layout.has_rules else None
         chunks = ChunkRows.of(step, layout.chunks, self._boundary)
-        passed = self._passes.run(
-            layout.shape, up(layout.slots), up(layout.k), up(layout.fill), chunks, rules
-        )
+        inputs = layout.shape, up(layout.slots), up(layout.k), up(layout.fill)
+        if self._graphs is not None and chunks is None and rules is None:
+            with self._spans("graph"):
+                passed = self._graphs.run(*inputs)
+        else:
+            passed = self._passes.run(*inputs, chunks, rules)
         logprobs = self._logprobs_of(layout, passed)
         chunk_hidden = passed.hidden[layout.shape.num_verify_rows :]
         prompt_logprobs = self._prompt_logprobs.of_step(

@@ -1,0 +1,75 @@
+"""Decode steps as CUDA graphs: captured once for each shape, then one launch a step.
+
+A shape's first step runs eagerly, since kernels are compiled when they first run; its second is captured
+and, like all that follow, replayed. Graphs share one pool of memory: what a replay leaves is read before the
+next.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.shard.device_layout import DecodeShape
+from actors.shard.device_passes import DevicePasses, Passed
+
+MAX_GRAPHS = 64
+"""Shapes that come later run eagerly."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    slots: Tensor
+    k: Tensor
+    fills: Tensor
+    passed: Passed
+    """Where every replay leaves its results."""
+
+
+class DecodeGraphs:
+    """`DevicePasses.run` of steps without chunks and rules. For a backend whose passes can be captured."""
+
+    def __init__(self, passes: DevicePasses) -> None:
+        self._passes = passes
+        self._seen: set[DecodeShape] = set()
+        self._captured: dict[DecodeShape, _Captured] = {}
+        self._is_on = True
+
+    def run(self, shape: DecodeShape, slots: Tensor, k: Tensor, fills: Tensor) -> Passed:
+        """Arguments as for `DevicePasses.run`. The result holds until the next call."""
+        captured = self._captured.get(shape)
+        if captured is None and self._may_capture(shape):
+            captured = self._capture(shape, slots, k, fills)
+        if captured is None:
+            self._seen.add(shape)
+            return self._passes.run(shape, slots, k, fills)
+        captured.slots.copy_(slots)
+        captured.k.copy_(k)
+        captured.fills.copy_(fills)
+        captured.graph.replay()
+        return captured.passed
+
+    def _may_capture(self, shape: DecodeShape) -> bool:
+        # Filters sort by torch's code, which waits for the host.
+        is_fixed = shape.num_places > 0 and not shape.has_filters
+        return self._is_on and is_fixed and shape in self._seen and len(self._captured) < MAX_GRAPHS
+
+    def _capture(self, shape: DecodeShape, slots: Tensor, k: Tensor, fills: Tensor) -> _Captured | None:
+        """None where it fails: then nothing is captured any more. Capturing computes nothing."""
+        inputs = slots.clone(), k.clone(), fills.clone()
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._captured.values())).graph.pool() if self._captured else None
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                passed = self._passes.run(shape, *inputs)
+        except RuntimeError as error:
+            self._is_on = False
+            _log.warning("decode steps run without CUDA graphs: capturing %s failed: %s", shape, error)
+            return None
+        captured = _Captured(graph=graph, slots=inputs[0], k=inputs[1], fills=inputs[2], passed=passed)
+        self._captured[shape] = captured
+        return captured
