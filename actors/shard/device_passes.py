@@ -32,14 +32,15 @@ from kernels_integration.token_marks import MASKED
 class Passed:
     """What a step came to, on the device."""
 
-    drafts: Tensor
-    """[B, K]; what a request does not draft holds anything."""
+    report: Tensor
+    """[B * K + R + B] int64, all that the host asks for in one copy: drafts [B, K], `drawn`, lengths [B].
+
+    The lengths are those after the step; drafts that a request does not have hold anything.
+    """
     drawn: Tensor
     """[R] tokens of the B * (K + 1) verify rows, then of final chunks; MASKED where masked."""
     num_emitted: Tensor
     """[B]"""
-    lengths: Tensor
-    """[B] after the step."""
     hidden: Tensor
     """[T, hidden] of the verify rows, then of the chunk rows."""
     logits: Tensor
@@ -96,10 +97,9 @@ class DevicePasses:
         states = hidden[:num_rows].view(*tokens.shape, hidden.shape[1]) if self._modules.num_modules else None
         self._state.emit(slots, starts + 1, num_emitted, tokens, states)
         return Passed(
-            drafts=drafts,
+            report=torch.cat((drafts.flatten(), drawn, starts + num_emitted)),
             drawn=drawn,
             num_emitted=num_emitted,
-            lengths=starts + num_emitted,
             hidden=hidden,
             logits=logits,
             unmasked=unmasked,

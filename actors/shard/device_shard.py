@@ -147,17 +147,19 @@ class DeviceShard:
         prompt_logprobs: Logprobs | None,
     ) -> StepOutput:
         """The report: here the host waits for the device."""
-        down, chunks, shape = self._boundary.down, layout.chunks, layout.shape
-        k = layout.k[: layout.num_verifies]
+        chunks, shape, k = layout.chunks, layout.shape, layout.k[: layout.num_verifies]
         finals = shape.num_verify_rows + np.arange(int(chunks.final.sum()))
         own = np.concatenate([layout.taken(shape.k_max + 1, k + 1), finals])
-        lengths = down(passed.lengths)[: layout.num_verifies]
+        copied = self._boundary.down(passed.report).astype(np.int32)
+        bounds = [shape.num_places * shape.k_max, len(copied) - shape.num_places]
+        drafts, drawn, lengths = np.split(copied, bounds)
+        ends = (chunks.starts + chunks.counts).astype(np.int32)
         return StepOutput(
             epoch=step.epoch,
             step=step.step,
-            drafts=down(passed.drafts).reshape(-1)[layout.taken(shape.k_max, k)].astype(np.int32),
-            tokens=down(passed.drawn)[own].astype(np.int32),
-            length=np.concatenate([lengths, chunks.starts + chunks.counts]).astype(np.int32),
+            drafts=drafts[layout.taken(shape.k_max, k)],
+            tokens=drawn[own],
+            length=np.concatenate([lengths[: layout.num_verifies], ends]),
             logprobs=logprobs_message(logprobs, self._boundary),
             prompt_logprobs=logprobs_message(prompt_logprobs, self._boundary),
         )
