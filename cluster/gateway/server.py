@@ -113,7 +113,7 @@ class GatewayServer:
             self.http_port = await self._http_server.start(self._host, self.http_port)
         await server.start()
         self._server = server
-        beside = (self._servicer.loads.sample_groups(), *map(log_stats, self._answering.groups))
+        beside = (self._servicer.loads.sample_groups(), log_stats(self._answering.groups))
         self._beside = [asyncio.create_task(work) for work in beside]
 
     async def wait(self) -> None:

@@ -5,20 +5,29 @@ import logging
 import time
 
 from actors.stats import GroupStats
-from cluster.answering.group import Group
+from cluster.answering.group import Group, Groups
 
 INTERVAL_S = 10.0
 logger = logging.getLogger("latentray.stats")
 
 
-async def log_stats(group: Group) -> None:
-    """For as long as the server runs."""
+async def log_stats(groups: Groups) -> None:
+    """Of each group, for as long as the server runs."""
+    await asyncio.gather(
+        *(
+            _log_group(group, f"group {number}: " if len(groups) > 1 else "")
+            for number, group in enumerate(groups)
+        )
+    )
+
+
+async def _log_group(group: Group, prefix: str) -> None:
     before, before_s = group.stats, time.monotonic()
     while True:
         await asyncio.sleep(INTERVAL_S)
         now, now_s = group.stats, time.monotonic()
         if now is not None and (line := stats_line(now, before, now_s - before_s)) is not None:
-            logger.info("%s", line)
+            logger.info("%s%s", prefix, line)
         before, before_s = now, now_s
 
 

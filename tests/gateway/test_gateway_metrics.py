@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from actors.stats import GroupStats, PhaseTimes
 from cluster.cli.main import app
 from cluster.client import AsyncClient
+from cluster.gateway import stats_log
 from kernels_integration.errors import ConfigError, OverloadedError
 from tests.support.scripted_group import ScriptedGroup, until, update
 
@@ -227,6 +228,25 @@ async def test_the_access_log_has_a_line_for_each_request_and_no_text_of_it(serv
     assert bad.startswith('id="bad" finish=error')
     assert bad.endswith('code=invalid_request field="stop"')
     assert "secret" not in good + bad
+
+
+async def test_statistics_are_logged_while_something_happens(serve, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(stats_log, "INTERVAL_S", 0.02)
+    caplog.set_level(logging.INFO, "latentray.stats")
+    idle, busy = ScriptedGroup(), ScriptedGroup()
+    await serve(idle, groups=[idle, busy])
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "latentray.stats"]
+
+    busy.stats = STATS
+    await until(lambda: bool(told()))
+    assert told()[0].startswith("group 1: 3 running, 2 waiting, ")
+    busy.stats = GroupStats()  # a coordinator that was started anew, and idles
+    await asyncio.sleep(0.1)
+    caplog.clear()
+    await asyncio.sleep(0.1)
+    assert told() == []
 
 
 async def test_idle_connections_cost_no_threads(serve) -> None:
