@@ -2,6 +2,9 @@
 
 import gc
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -315,6 +318,23 @@ def test_the_process_ends_with_its_tokenizer() -> None:
     del process
     gc.collect()
     assert child.poll() is not None
+
+
+def test_the_process_ends_with_one_that_is_killed() -> None:
+    """Nobody tells it: its input ends."""
+    code = (
+        "import os, signal; from cluster.chat.process import TemplateProcess; p = TemplateProcess(); "
+        "p.check('x'); print(p._child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    deadline_s = time.monotonic() + 30
+    while Path(f"/proc/{int(done.stdout)}/stat").exists():
+        state = Path(f"/proc/{int(done.stdout)}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":  # nobody collects orphans where this runs as the first process
+            break
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_arguments_that_are_no_plain_data_are_named() -> None:

@@ -1,11 +1,13 @@
 """Messages of a Generate call to text, against the tokenizer's own decoding."""
 
+import hashlib
 import io
 import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
+from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 import cluster
@@ -189,3 +191,14 @@ def test_what_clients_get_is_what_was_parsed(tmp_path):
     (folder / "special_tokens_map.json").symlink_to(tmp_path / "token")
     with pytest.raises(CheckpointError, match=r"special_tokens_map\.json leads to .*token"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_unpacks_to_gigabytes_is_refused():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for index in range(9):
+            archive.writestr(f"{index}.json", bytes(2**26))
+    data = buffer.getvalue()
+    chunk = common_pb2.GetTokenizerChunk(data=data, sha256=hashlib.sha256(data).hexdigest())
+    with pytest.raises(LatentrayError, match="unpacks to 603979776 bytes; at most 536870912"):
+        from_chunks([chunk])

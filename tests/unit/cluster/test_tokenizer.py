@@ -292,3 +292,14 @@ def test_files_of_older_releases_count_as_in_transformers(tmp_path: Path, has_de
     assert tokenizer.eos_token_id == reference.eos_token_id
     assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
     assert tokenizer.special_tokens == dict(reference.special_tokens_map)
+
+
+def test_files_with_a_byte_order_mark_are_read_and_handed_out_without_it(tmp_path: Path) -> None:
+    mark = "\ufeff".encode()
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_bytes(mark + (BUNDLED_CHECKPOINT / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(mark + b"{{ messages[0].content }}")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("Hi") == load_tokenizer(BUNDLED_CHECKPOINT).encode("Hi")
+    assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "x"
+    assert not any(content.startswith(mark) for content in tokenizer.files.members().values())
