@@ -4,8 +4,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.messages import Admission, StepInput
+from kernels_integration.errors import ProtocolError
 
 Int64s = NDArray[np.int64]
+
+
+def check_agreement(holds: bool | np.bool_, otherwise: str) -> None:
+    """What a shard and its coordinator must both know. Errors: ProtocolError, which both sides are told."""
+    if not holds:
+        raise ProtocolError(f"the shard and the coordinator disagree: {otherwise}")
 
 
 class SlotProgress:
@@ -37,16 +44,17 @@ class SlotProgress:
     def starts(self, step: StepInput, num_verifies: int) -> Int64s:
         """[N] position of each request's first row: a chunk's is in the message, a verify's only here.
 
-        Where the message says what it expects of a verify, that must be the same.
+        Where the message says what it expects of a verify, that must be the same. Errors: ProtocolError.
         """
-        assert (self._admission[step.slot] == step.admission).all(), "a row of a request not admitted here"
+        is_admitted = (self._admission[step.slot] == step.admission).all()
+        check_agreement(is_admitted, "a row of a request not admitted here")
         starts = step.start.astype(np.int64)
         slots = step.slot[:num_verifies]
         said = np.flatnonzero(starts[:num_verifies] >= 0)
         starts[:num_verifies] = self._length[slots]
-        assert (starts[said] == step.start[said]).all(), "the coordinator expects another length"
+        check_agreement((starts[said] == step.start[said]).all(), "the coordinator expects another length")
         last = step.accepted[step.accepted_indptr[said + 1] - 1]
-        assert (self._anchor[slots[said]] == last).all(), "the coordinator accepted other tokens"
+        check_agreement((self._anchor[slots[said]] == last).all(), "the coordinator accepted other tokens")
         return starts
 
     def advance(self, slots: Int64s, lengths: NDArray[np.int32]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from actors.acceptance import count_emitted
 from actors.messages import RowKind, StepInput
-from actors.shard.progress import SlotProgress
+from actors.shard.progress import SlotProgress, check_agreement
 from actors.shard.slot_rules import Preceding
 
 Int64s = NDArray[np.int64]
@@ -48,8 +48,8 @@ class StepRows:
         is_verify = step.kind == RowKind.VERIFY
         num_verifies = int(is_verify.sum())
         k = step.k[:num_verifies].astype(np.int64)
-        assert is_verify[:num_verifies].all(), "verifies stand before chunks"
-        assert (np.diff(k) <= 0).all(), "verifies are ordered by k, descending"
+        check_agreement(is_verify[:num_verifies].all(), "verifies stand before chunks")
+        check_agreement((np.diff(k) <= 0).all(), "verifies are ordered by k, descending")
         counts = np.diff(step.ids_indptr).astype(np.int64)
         counts[:num_verifies] = k + 1
         slots = step.slot.astype(np.int64)

@@ -77,6 +77,11 @@ class RaySession:
         local = self._connection.local
         return local.name if local is not None else "shared"
 
+    def abandon(self) -> None:
+        """End what is left of a local Ray that has lost one of its processes; still to be closed."""
+        if self._connection.local is not None:
+            self._connection.local.close()
+
     def close(self) -> None:
         """Leave; the last session of a cluster of our own ends every process and file of it."""
         with self._lock:

@@ -12,6 +12,7 @@ import ray.exceptions
 from actors.coordinator.group_state import Diagnosis, Evidence, Symptom
 from cluster.launch.deaths import cause_of_death
 from cluster.launch.members import Member
+from cluster.launch.ray_session import RaySession
 from kernels_integration.errors import CollectiveError
 
 _LOOK_S = 0.2
@@ -23,7 +24,7 @@ class Supervisor:
 
     Ray reports a process that ended within milliseconds. When one shard dies the others fail with it, and the
     coordinator is told of the death that Ray saw; of a node that fell silent the coordinator knows first.
-    log_of: the log file of a member on its node; None: it has none. session_failure: why Ray itself is gone.
+    log_of: the log file of a member on its node; None: it has none.
     """
 
     def __init__(
@@ -31,12 +32,12 @@ class Supervisor:
         members: Sequence[Member],
         *,
         log_of: Callable[[Member], Path | None],
-        session_failure: Callable[[], str | None],
+        session: RaySession,
     ) -> None:
         self.failure: str | None = None
         self._members = list(members)
         self._log_of = log_of
-        self._session_failure = session_failure
+        self._session = session
         self._is_stopping = threading.Event()
         self._diagnosis = Diagnosis(settle_s=_SETTLE_S, clock=time.monotonic)
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
@@ -51,8 +52,11 @@ class Supervisor:
         failed = coordinator.ask("wait_failed", group="watch")
         waiting: dict[Any, Member | None] = {failed: None} | {member.run: member for member in self._members}
         while not self._is_stopping.is_set():
-            if (why := self._session_failure()) is not None:
-                self.failure = why  # and no call of Ray's answers any more
+            if (why := self._session.failure) is not None:
+                self.failure = why
+                # No call of Ray's answers any more, but its processes would linger for a minute. With them
+                # end the connections of front ends, so that nobody waits.
+                self._session.abandon()
                 return
             done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_LOOK_S)
             if self._is_stopping.is_set():

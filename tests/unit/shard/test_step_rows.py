@@ -6,6 +6,7 @@ import pytest
 from actors.messages import Admission, RowKind, SamplingSpec, StepInput
 from actors.shard.progress import SlotProgress
 from actors.shard.step_rows import StepRows
+from kernels_integration.errors import ProtocolError
 from kernels_integration.token_marks import MASKED
 
 
@@ -93,12 +94,12 @@ def test_a_message_that_expects_another_length_is_an_error():
     progress = SlotProgress(1)
     progress.admit(Admission(slot=0, admission=0, limit=99, prompt_len=1, seed=0, sampling=SamplingSpec()))
     progress.advance(np.array([0]), np.array([10], np.int32))
-    with pytest.raises(AssertionError, match="another length"):
+    with pytest.raises(ProtocolError, match="another length"):
         StepRows.of(_step([RowKind.VERIFY], [1], [9]), progress)
 
 
 def test_order_is_an_invariant():
-    with pytest.raises(AssertionError, match="descending"):
+    with pytest.raises(ProtocolError, match="descending"):
         _rows([RowKind.VERIFY] * 2, [1, 2], [0, 0])
-    with pytest.raises(AssertionError, match="before chunks"):
+    with pytest.raises(ProtocolError, match="before chunks"):
         _rows([RowKind.MIDDLE_CHUNK, RowKind.VERIFY], [0, 1], [0, 0], [2])
