@@ -213,7 +213,7 @@ class CoordinatorLoop:
         for rank in silent - self._warned:
             logger.warning("%s has not been heard for %g s", self._shards.name_of(rank), SILENCE_WARNING_S)
         self._warned = silent
-        self._desk.drop_silent()
+        self._desk.drop_lost()
         self._beat()
 
     def _beat(self) -> None:

@@ -71,10 +71,10 @@ class RequestDesk:
         """Tell every front end how the group is."""
         self._clients.beat(beat)
 
-    def drop_silent(self) -> None:
+    def drop_lost(self) -> None:
         """End the requests of front ends that are gone. One that was only away is told so."""
-        for client in self._clients.take_silent():
-            logger.warning("a front end is silent; its requests are ended")
+        for client in self._clients.take_lost():
+            logger.warning("a front end is gone, or silent for too long; its requests are ended")
             self._tell(
                 client,
                 self._take_all_of(client),

@@ -1,8 +1,8 @@
 """The request channel: front ends submit and abort requests, the coordinator sends their updates.
 
-ZeroMQ: a DEALER per front end, one ROUTER at the coordinator. Both ends beat: a front end that is
-not heard for `silence_s` is gone and its requests are aborted; a coordinator's beat carries the
-group's health and numbers.
+ZeroMQ: a DEALER per front end, one ROUTER at the coordinator. Both ends beat; a coordinator's beat carries
+the group's health and numbers. A front end whose connection is closed is gone, which the next beat to it
+shows, and its requests are ended; so are those of one that is connected and silent for `silence_s`.
 """
 
 import logging
@@ -24,6 +24,8 @@ BEAT_S = 0.5
 CLIENT_SILENCE_S = 60.0
 """A front end that is stopped, starved or busy in one long call is slow and not gone."""
 
+UNREACHABLE_MS = 4000
+"""A node that acknowledges nothing for so long has lost its connection."""
 MAX_MESSAGE_BYTES = 256 * 2**20
 """A sender of larger messages is cut off before they are in memory."""
 
@@ -109,6 +111,7 @@ class CoordinatorEnd:
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         self.num_ignored = 0
+        self._unreachable: set[ClientId] = set()
         self._silence_s = silence_s
         self._silence: SilenceWatch[ClientId] = SilenceWatch(BEAT_S, clock)
         self.socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
@@ -116,6 +119,9 @@ class CoordinatorEnd:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.TCP_MAXRT, UNREACHABLE_MS)
+        # Sending to a front end that is gone is an error: the only word of it that a ROUTER gives.
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A front end that comes back over a new connection, before the end of the old one is noticed.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.bind(bind)
@@ -140,13 +146,14 @@ class CoordinatorEnd:
                 continue
             arrived.append((client, message))
 
-    def take_silent(self) -> list[ClientId]:
-        """Forget and return the clients that were not heard from for longer than silence_s."""
+    def take_lost(self) -> list[ClientId]:
+        """Forget and return the clients whose connection is closed, or that were silent for silence_s."""
         self._silence.tick()
-        silent = self._silence.silent(self._silence_s)
-        for client in silent:
+        lost = self._unreachable.union(self._silence.silent(self._silence_s))
+        self._unreachable = set()
+        for client in lost:
             self._silence.forget(client)
-        return silent
+        return list(lost)
 
     def send(
         self,
@@ -168,9 +175,8 @@ class CoordinatorEnd:
 
     def _ignore(self, error: Exception) -> None:
         self.num_ignored += 1
-        if (
-            self.num_ignored & (self.num_ignored - 1) == 0
-        ):  # the 1st, 2nd, 4th...: a flood must not fill the log
+        # The 1st, 2nd, 4th...: a flood must not fill the log.
+        if self.num_ignored & (self.num_ignored - 1) == 0:
             logger.warning(
                 "request channel: a message was ignored (%d so far): %s: %s",
                 self.num_ignored,
@@ -179,4 +185,9 @@ class CoordinatorEnd:
             )
 
     def _send(self, client: ClientId, data: bytes) -> None:
-        self.socket.send_multipart((client, data))
+        try:
+            self.socket.send_multipart((client, data))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._unreachable.add(client)

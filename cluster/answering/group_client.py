@@ -25,8 +25,6 @@ SILENCE_S = 3.0
 """A coordinator not heard for so long gets no new requests."""
 GIVE_UP_S = 60.0
 """One that lives, as its connection shows, and was not heard for so long loses those that it has."""
-UNREACHABLE_MS = 4000
-"""A node that acknowledges nothing for so long has lost its connection."""
 _LAST_WORDS_S = 0.05
 """For what a coordinator said before it went to be read."""
 
@@ -83,7 +81,7 @@ class GroupClient:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, 500)
-            socket.setsockopt(zmq.TCP_MAXRT, UNREACHABLE_MS)
+            socket.setsockopt(zmq.TCP_MAXRT, request_channel.UNREACHABLE_MS)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             socket.connect(self.request_address)
             self._socket = socket

@@ -223,6 +223,21 @@ async def test_a_coordinator_that_was_away_does_not_take_its_clients_for_dead() 
     group.stop()
 
 
+async def test_a_front_end_whose_connection_is_closed_is_gone_at_once() -> None:
+    """Killed, say: it says no goodbye, and silence alone would take a minute."""
+    group = LoopGroup(endless(0.002), client_silence_s=600)
+    async with served(group) as client:
+        killed: zmq.Socket[bytes] = group.context.socket(zmq.DEALER)
+        killed.connect(group.address)
+        killed.send(request_channel.encode(Submit.of(request("orphan", 10**6))))
+        live = asyncio.create_task(streams.tokens_of(client, request("live", 10**6)))
+        await eventually(lambda: len(group.coordinator.live) == 2)
+        killed.close(linger=0)
+        await eventually(lambda: group.coordinator.aborted == ["orphan"])
+        assert not live.done()
+        live.cancel()
+
+
 async def test_a_front_end_that_was_away_too_long_is_told_unavailable_and_not_aborted() -> None:
     """Only a user's abort may look like one."""
     group = LoopGroup(endless(0.002), client_silence_s=0.4)
