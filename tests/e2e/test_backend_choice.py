@@ -1,6 +1,7 @@
 """--attention-backend decides who computes: every operation goes to the backend of that name."""
 
 import dataclasses
+import functools
 import sys
 import types
 from collections import Counter
@@ -11,6 +12,7 @@ import pytest
 from actors.inline_group import InlineGroup
 from actors.requests import Request, RequestUpdate
 from actors.sampling_params import SamplingParams
+from actors.shard.build import build_shard
 from cluster.config import EngineArgs
 from cluster.config.resolve import resolve
 from kernels_integration import registry
@@ -20,17 +22,17 @@ from kernels_integration.reference.backend import TorchBackend
 
 PROMPT = tuple(range(100, 162))
 """Steps are dense up to 64 tokens, then sparse."""
-# Every operation but the one that only DCP needs.
+# Every operation but the one that only DCP needs, and that of shards of fixed shapes.
 OPERATIONS = {
     name for name, member in vars(Backend).items() if callable(member) and not name.startswith("_")
-} - {"merge"}
+} - {"merge", "draw"}
 
 
 class Counting(TorchBackend):
     calls: ClassVar[Counter[str]] = Counter()
 
     def __getattribute__(self, name):
-        if name in OPERATIONS:
+        if name in OPERATIONS or name == "draw":
             Counting.calls[name] += 1
         return super().__getattribute__(name)
 
@@ -66,6 +68,10 @@ def test_every_operation_is_the_chosen_backends(monkeypatch):
     Counting.calls.clear()
     assert stream(attention_backend="triton") == stream()
     assert set(Counting.calls) == OPERATIONS
+    monkeypatch.setattr("actors.inline_group.build_shard", functools.partial(build_shard, fixed_shapes=True))
+    Counting.calls.clear()
+    stream(attention_backend="triton")
+    assert set(Counting.calls) == OPERATIONS | {"draw"}
 
 
 @pytest.mark.parametrize("name", ["triton", "aiter"])

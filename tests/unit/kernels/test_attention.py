@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -234,6 +235,11 @@ def test_a_plan_over_padded_rows_is_refused_before_anything_is_written(attend):
     assert (padded.lse == SENTINEL).all()
 
 
+def with_slots(plan: SparseMLAPlan, count: int) -> SparseMLAPlan:
+    """As a plan looks whose slots were changed behind its back."""
+    return replace(plan, kv_indices=torch.arange(count))
+
+
 def without_indices(plan: SparseMLAPlan) -> SparseMLAPlan:
     return build_plan([4, 4], plan.split.num_parts)
 
@@ -253,6 +259,8 @@ def without_indices(plan: SparseMLAPlan) -> SparseMLAPlan:
         ({"kv": lambda case: StoredVectors.plain(case.kv[:, :-1])}, "width"),
         ({"lse": lambda case: case.lse.float()}, "float64"),
         ({"plan": lambda case: without_indices(case.plan)}, "with_indices"),
+        ({"plan": lambda case: with_slots(case.plan, 7)}, "kv_indices of 7 entries for a plan of 8"),
+        ({"plan": lambda case: with_slots(case.plan, 0)}, "kv_indices of 0 entries for a plan of 8"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
