@@ -156,8 +156,8 @@ FAULTS = (
     Fault(
         "stop strings end at token borders",
         "actors/coordinator/stopping.py",
-        'self._tail = text[-self._tail_len :] if self._tail_len else ""',
-        'self._tail = ""',
+        "text, matched = self._text, self.num_matched",
+        "text, matched = self._text, 0",
         COORDINATOR,
     ),
     # DCP, plan, attention, selection
