@@ -373,6 +373,8 @@ async def test_an_unhealthy_group_refuses_with_unavailable(serve, stub_of):
         (request(top_p=1.5), "top_p", ["1.5"]),
         (request(min_p=2), "min_p", ["2"]),
         (request(max_tokens=0), "max_tokens", ["0", ">= 1"]),
+        (request(ids=(1,) * 200, max_tokens=57), "max_tokens", ["57", "200", "use at most 56", "256"]),
+        (request(ids=(1,) * 200, min_tokens=57), "min_tokens", ["57", "200", "use at most 56", "256"]),
         (request(logprobs=21), "logprobs", ["21", "20"]),
         (request(stop=[""]), "stop", ["non-empty"]),
         (request(stop_token_ids=[9999]), "stop_token_ids", ["9999", "6143"]),

@@ -159,6 +159,9 @@ async def test_paths_methods_headers_and_sizes(serve: Serve) -> None:
     assert (status, "2048" in answer["error"]["message"]) == (413, True)
     status, answer, _ = await post(server, "/v1/completions", {"prompt": "x"}, **{"X-Request-Timeout": "0"})
     assert (status, answer["error"]["param"]) == (400, "X-Request-Timeout")
+    status, answer, _ = await post(server, "/v1/completions", {"prompt": [5], "max_tokens": 256})
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    assert "use at most 255" in answer["error"]["message"]
     asked = {"prompt": [5, 6, 7], "max_tokens": 4}
     status, answer, headers = await post(server, "/v1/completions", asked, **{"X-Request-Id": "mine"})
     assert (status, answer["id"], headers["X-Request-Id"]) == (200, "cmpl-mine", "mine")
