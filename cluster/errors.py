@@ -3,9 +3,13 @@
 gRPC statuses are names, so that this module needs no grpc: `grpc.StatusCode[outcome(code).grpc_status]`.
 """
 
+import logging
+import uuid
 from dataclasses import dataclass
 
 from kernels_integration.errors import InvalidRequestError, LatentrayError
+
+logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_USAGE = 2
@@ -57,6 +61,21 @@ def outcome(error: LatentrayError | str) -> Outcome:
     """The row of an error or of a code. A code that nobody registered is an internal fault."""
     code = error if isinstance(error, str) else error.code
     return OUTCOMES.get(code, OUTCOMES["internal"])
+
+
+def for_client(error: Exception, call: str) -> LatentrayError:
+    """The error as a client may see it: of a fault of ours an id, under which the log has the cause.
+
+    call: what failed, in the log and the message.
+    """
+    if isinstance(error, LatentrayError) and outcome(error) != OUTCOMES["internal"]:
+        return error
+    error_id = uuid.uuid4().hex[:12]
+    logger.error("error %s in %s", error_id, call, exc_info=error)
+    return LatentrayError(
+        f"internal error {error_id} in {call}: the server's log has its cause under this id "
+        f"({type(error).__name__})"
+    )
 
 
 def error_classes() -> list[type[LatentrayError]]:

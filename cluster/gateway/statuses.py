@@ -1,7 +1,5 @@
 """LatentrayError -> gRPC status with details; nothing leaves a handler as UNKNOWN."""
 
-import logging
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,10 +9,8 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from cluster.errors import outcome
+from cluster.errors import for_client, outcome
 from kernels_integration.errors import InvalidRequestError, LatentrayError
-
-logger = logging.getLogger(__name__)
 
 DOMAIN = "latentray"
 """ErrorInfo.domain; ErrorInfo.reason is the error's code in capitals."""
@@ -47,21 +43,8 @@ async def errors_as_status(context: aio.ServicerContext, call: str) -> AsyncIter
         yield
     except aio.AbortError:
         raise
-    except LatentrayError as error:
-        if outcome(error).grpc_status == "INTERNAL":
-            error = _internal(error, call)
-        await _abort(context, error)
     except Exception as error:
-        await _abort(context, _internal(error, call))
-
-
-def _internal(cause: Exception, call: str) -> LatentrayError:
-    error_id = uuid.uuid4().hex[:12]
-    logger.error("error %s in %s", error_id, call, exc_info=cause)
-    return LatentrayError(
-        f"internal error {error_id} in {call}: the server's log has its cause under this id "
-        f"({type(cause).__name__})"
-    )
+        await _abort(context, for_client(error, call))
 
 
 async def _abort(context: aio.ServicerContext, error: LatentrayError) -> None:

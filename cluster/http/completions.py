@@ -13,15 +13,16 @@ from aiohttp import web
 
 from actors.requests import Request, RequestUpdate
 from cluster.answering.answering import Answering
+from cluster.errors import for_client
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.request_record import RequestRecord, recorded
-from cluster.http.errors import DONE, REQUEST_ID_HEADER, event, internal_error
+from cluster.http.errors import DONE, REQUEST_ID_HEADER, event
 from cluster.openai.answers import answer_body, error_body
 from cluster.openai.bodies import ChatBody, CompletionsBody, check_model, parse_body
 from cluster.openai.chunks import Chunks
 from cluster.outputs import OutputBuilder
-from kernels_integration.errors import InvalidRequestError, LatentrayError, shown
+from kernels_integration.errors import InvalidRequestError, shown
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds that the client will wait."""
@@ -66,8 +67,7 @@ class Completions:
         except Exception as error:
             if stream.response is None:
                 raise
-            known = error if isinstance(error, LatentrayError) else internal_error(error)
-            await stream.write([error_body(known)])
+            await stream.write([error_body(for_client(error, http.path))])
         return await stream.end()
 
     async def _whole(

@@ -1,17 +1,13 @@
 """Errors as HTTP answers: always OpenAI's envelope, whatever went wrong and wherever."""
 
 import json
-import logging
-import uuid
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from cluster.errors import outcome
+from cluster.errors import for_client, outcome
 from cluster.openai.answers import error_body
 from kernels_integration.errors import LatentrayError
-
-logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 """Told with 429 and 503."""
@@ -24,13 +20,6 @@ def error_response(error: LatentrayError) -> web.Response:
     return web.json_response(error_body(error), status=status, headers=headers)
 
 
-def internal_error(error: Exception) -> LatentrayError:
-    """What a client is told of a fault of ours: an id by which the log has the rest."""
-    error_id = uuid.uuid4().hex[:12]
-    logger.error("internal error %s", error_id, exc_info=error)
-    return LatentrayError(f"internal error {error_id}: the server's log says more under this id")
-
-
 def in_envelope(max_body_bytes: int) -> Middleware:
     """Turns every refusal and every fault into an answer."""
 
@@ -38,8 +27,6 @@ def in_envelope(max_body_bytes: int) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except LatentrayError as error:
-            return error_response(error)
         except web.HTTPRequestEntityTooLarge:
             return _refused(413, f"the body has more than {max_body_bytes} bytes; shorten it")
         except web.HTTPMethodNotAllowed as error:
@@ -51,7 +38,7 @@ def in_envelope(max_body_bytes: int) -> Middleware:
         except web.HTTPException as error:
             return _refused(error.status, error.reason)
         except Exception as error:
-            return error_response(internal_error(error))
+            return error_response(for_client(error, request.path))
 
     return middleware
 

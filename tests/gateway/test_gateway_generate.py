@@ -345,7 +345,7 @@ async def test_an_internal_fault_is_internal_with_an_id_that_the_log_has(serve, 
     with caplog.at_level(logging.ERROR):
         error = await failure(answer(stub, request(), timeout=30))
     assert error.code() is grpc.StatusCode.INTERNAL
-    [record] = [r for r in caplog.records if r.name == "cluster.gateway.statuses"]
+    [record] = [r for r in caplog.records if r.name == "cluster.errors"]
     assert record.exc_info[1] is cause
     assert record.args[0] in error.details()
     assert str(cause) not in error.details()
