@@ -45,7 +45,7 @@ def special_tokens(files: TokenizerFiles) -> dict[str, str]:
         for name, value in declared.items()
         if name.endswith("_token") and name not in found and isinstance(value, str)
     }
-    extra = _extra(declared)
+    _, extra = _extra(declared)
     if isinstance(extra, Mapping):
         found |= {name: _text(token, f"{TOKENIZER_CONFIG}: {name}") for name, token in extra.items()}
     return found
@@ -60,16 +60,15 @@ def added_tokens(
     Errors: CheckpointError naming the file and the entry that is no token.
     """
     declared = _declared(files)
-    extra = _extra(declared)
+    extra_place, extra = _extra(declared)
     if not isinstance(extra, list | Mapping):
         raise CheckpointError(
-            f"{TOKENIZER_CONFIG}: {_EXTRA[0]} is {shown(extra)}; it must be a list of tokens, or an object "
-            "of named ones"
+            f"{extra_place} is {shown(extra)}; it must be a list of tokens, or an object of named ones"
         )
     tokens = [_token(entry, place) for place, entry in _decoder_entries(files)]
     found = {token.content: token for token in tokens}
     named = [(f"{TOKENIZER_CONFIG}: {name}", declared.get(name, text)) for name, text in special.items()]
-    more = [] if isinstance(extra, Mapping) else [(f"{TOKENIZER_CONFIG}: {_EXTRA[0]}", e) for e in extra]
+    more = [] if isinstance(extra, Mapping) else [(extra_place, entry) for entry in extra]
     for place, entry in named + more:
         token = _token(entry, place)
         if token.content not in known:
@@ -85,22 +84,25 @@ def _declared(files: TokenizerFiles) -> Mapping[str, Any]:
     return config if _DECODER in config else {**config, **files.object(SPECIAL_TOKENS_MAP)}
 
 
-def _extra(declared: Mapping[str, Any]) -> Any:
-    return next((declared[name] for name in _EXTRA if declared.get(name) is not None), [])
+def _extra(declared: Mapping[str, Any]) -> tuple[str, Any]:
+    """Where the extra special tokens are declared, and they."""
+    name = next((name for name in _EXTRA if declared.get(name) is not None), _EXTRA[0])
+    value = declared.get(name)
+    return f"{TOKENIZER_CONFIG}: {name}", [] if value is None else value
 
 
 def _decoder_entries(files: TokenizerFiles) -> Iterable[tuple[str, Any]]:
     """Where each numbered token is declared, and its entry, by id."""
     decoder = files.object(TOKENIZER_CONFIG).get(_DECODER)
     if decoder is not None:
-        file, key = TOKENIZER_CONFIG, f"{_DECODER}"
+        file = TOKENIZER_CONFIG
         if not isinstance(decoder, Mapping):
             raise CheckpointError(
-                f"{file}: {key} is {shown(decoder)}; it must be an object of tokens by their ids"
+                f"{file}: {_DECODER} is {shown(decoder)}; it must be an object of tokens by their ids"
             )
-        by_id = {_token_id(number, f"{file}: {key}"): entry for number, entry in decoder.items()}
+        by_id = {_token_id(number, f"{file}: {_DECODER}"): entry for number, entry in decoder.items()}
     else:
-        file, key = ADDED_TOKENS, "it"
+        file = ADDED_TOKENS
         special = set(special_tokens(files).values())
         by_id = {
             _token_id(number, f"{file}: {text!r}"): {"content": text, "special": text in special}
