@@ -155,7 +155,7 @@ FAULTS = (
     ),
     Fault(
         "stop strings end at token borders",
-        "actors/coordinator/stopping.py",
+        "actors/stop_string.py",
         "text, matched = self._text, self.num_matched",
         "text, matched = self._text, 0",
         COORDINATOR,
