@@ -49,8 +49,8 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 WORKS: dict[str, str] = {
     "serve": "serving tiny-dsa",
     "LLM": "loaded",
-    "generate ray": ".",
-    "generate inline": ".",
+    "generate ray": "",
+    "generate inline": "",
 }
 """What a command prints when it works, by itself; the others are given a moment after loading."""
 PHASES = ("Ray", "load", "work")
@@ -128,7 +128,7 @@ def wait_until_in(phase: str, name: str, run: Watched) -> None:
         run.wait_for(lambda: b"shards to load" in run.err or b"shard to load" in run.err)
     if phase == "work":
         if name in WORKS:
-            run.wait_for(lambda: WORKS[name] in run.out.decode(errors="replace").replace(" ", "."))
+            run.wait_for(lambda: run.out and WORKS[name] in run.out.decode(errors="replace"))
         else:
             time.sleep(4)
 
