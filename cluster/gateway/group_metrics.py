@@ -22,6 +22,7 @@ _GAUGES: tuple[tuple[str, str, _Number], ...] = (
     ("vllm:num_requests_waiting", "Requests that wait for one.", lambda s: s.waiting),
     ("vllm:kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1.", _kv_cache_usage),
     ("vllm:gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", _kv_cache_usage),
+    ("latentray:step_age_seconds", "How long the oldest step in flight runs.", lambda s: s.step_age_s),
 )
 _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("vllm:num_preemptions", "Requests pushed out for want of KV blocks.", lambda s: s.num_preemptions),
@@ -38,6 +39,7 @@ _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("latentray:schedule_seconds", "Time spent choosing steps.", lambda s: s.schedule_s),
     ("latentray:step_seconds", "Time from the choice of steps to their reports.", lambda s: s.step_s),
     ("latentray:process_seconds", "Time spent on reports.", lambda s: s.process_s),
+    ("latentray:dropped_messages", "Shards' messages that were dropped.", lambda s: s.num_dropped_messages),
     ("latentray:requests_aborted", "Requests that were ended before their end.", lambda s: s.num_aborted),
 )
 

@@ -29,6 +29,8 @@ STATS = GroupStats(
     num_used_blocks=16,
     num_kv_blocks=64,
     num_generated_tokens=500,
+    step_age_s=12.5,
+    num_dropped_messages=4,
     num_verifies=70,
     proposed=(60, 40, 30),
     accepted=(45, 20, 10),
@@ -118,6 +120,8 @@ async def test_prometheus(serve) -> None:
     assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 20
     assert found["latentray:requests_by_drafts", "2"] == 2
     assert found["latentray:healthy",] == 1
+    assert found["latentray:step_age_seconds",] == 12.5
+    assert found["latentray:dropped_messages_total",] == 4
     for phase, seconds in (("queue", 1.5), ("prefill", 2.5), ("decode", 3.5)):
         assert found[f"vllm:request_{phase}_time_seconds_sum",] == seconds
         assert found[f"vllm:request_{phase}_time_seconds_count",] == 1
