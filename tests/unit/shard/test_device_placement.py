@@ -17,6 +17,7 @@ from actors.shard.boundary import Boundary
 from actors.shard.device_shard import DeviceShard
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
+from kernels_integration.reference.backend import TorchBackend
 from kernels_integration.spans import Spans
 from tests.support.groups import group_config
 from tests.support.steps import Rows, admission, step_input
@@ -29,7 +30,7 @@ class _Model:
     """The shapes and places of a model's answers; its own operations are the backend's affair."""
 
     def __init__(self, num_modules: int) -> None:
-        self.backend = SimpleNamespace(device=DEVICE)
+        self.backend = TorchBackend(torch.float32, DEVICE)
         self.config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, index_topk=8, has_indexer=True)
         self.mtp_layers = [None] * num_modules
         self.dtype, self.vocab_start = torch.float32, 0
