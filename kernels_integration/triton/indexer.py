@@ -16,6 +16,7 @@ from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format
 
 _SCORED_AT_ONCE = 64
 _RANKED_AT_ONCE = 32768
+_CHOSEN_AT_ONCE = 4096
 _LISTED_AT_ONCE = 1024
 
 
@@ -184,25 +185,39 @@ def select_best(scores: Tensor, rows: LocalRows, kv_indptr: Tensor, kv_indices: 
         return
     width = min(rows.max_visible, scores.shape[1])
     block = min(_RANKED_AT_ONCE, max(256, triton.next_power_of_2(width)))
-    _select_best[(rows.num_rows,)](
+    num_tokens = rows.page_table.shape[1] * rows.page_size
+    cuts = torch.empty(rows.num_rows, 2, dtype=torch.int64, device=scores.device)
+    _find_cut[(rows.num_rows,)](
+        scores,
+        rows.visible_from,
+        rows.visible_to,
+        cuts,
+        scores.shape[1],
+        num_tokens,
+        topk,
+        scores.stride(0),
+        IS_ONE_TILE=width <= block,
+        BLOCK=block,
+        num_warps=min(32, max(4, block // 1024)),
+    )
+    _list_chosen[(rows.num_rows, triton.cdiv(width, _CHOSEN_AT_ONCE))](
         scores,
         rows.page_table,
         rows.visible_from,
         rows.visible_to,
         rows.request,
+        cuts,
         kv_indptr,
         kv_indices,
         scores.shape[1],
-        rows.page_table.shape[1] * rows.page_size,
+        num_tokens,
         kv_indices.shape[0],
-        topk,
         rows.page_table.stride(0),
         scores.stride(0),
         PAGE_SIZE=rows.page_size,
-        IS_ONE_TILE=width <= block,
-        BLOCK=block,
-        LISTED=min(block, 4 * _LISTED_AT_ONCE),
-        num_warps=min(32, max(4, block // 512)),
+        BLOCK=_CHOSEN_AT_ONCE,
+        COUNTED=4 * _CHOSEN_AT_ONCE,
+        num_warps=8,
     )
 
 
@@ -230,39 +245,31 @@ def _num_from(tile, scores, count, least, IS_ONE_TILE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _select_best(
+def _find_cut(
     scores,
-    page_table,
     visible_from,
     visible_to,
-    request,
-    kv_indptr,
-    kv_indices,
+    cuts,
     num_columns,
     num_tokens,
-    num_indices,
     topk,
-    stride_page,
     stride_score,
-    PAGE_SIZE: tl.constexpr,
     IS_ONE_TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-    LISTED: tl.constexpr,
 ):
-    """Halve the ranks between which the k-th largest lies until it is alone; then list what is chosen.
+    """cuts[row] = (threshold, free): chosen are ranks above it, and the first `free` that equal it.
 
-    The search ends sooner where a rank parts the row exactly, as it does where scores do not tie.
+    Halves the ranks between which the k-th largest lies until it is alone. The search ends sooner where a
+    rank parts the row exactly, as it does where scores do not tie.
     """
     row = tl.program_id(0).to(tl.int64)
-    first, count = _seen(visible_from, visible_to, row, num_tokens, num_columns)
-    row_scores = scores + row * stride_score
-    request_at = tl.load(request + row).to(tl.int64) * stride_page
-    offset = tl.arange(0, BLOCK)
-    tile = _ranks(row_scores, offset, offset < count)
-    # Chosen are ranks above `threshold`, and the first `free` of those that equal it.
+    _, count = _seen(visible_from, visible_to, row, num_tokens, num_columns)
     threshold = tl.zeros([], tl.uint32)
     free = tl.zeros([], tl.int32)
     if count > topk:
+        row_scores = scores + row * stride_score
+        offset = tl.arange(0, BLOCK)
+        tile = _ranks(row_scores, offset, offset < count)
         # topk ranks or more are at least `low`, fewer are at least `high`: every rank is below 2^32 - 1.
         low = tl.zeros([], tl.uint32)
         high = tl.zeros([], tl.uint32) + 0xFFFFFFFF
@@ -278,23 +285,55 @@ def _select_best(
         # After an exact parting all from `low` on are chosen, else those above it and some that equal it.
         threshold = tl.where(num_above < 0, low - 1, low)
         free = tl.where(num_above < 0, 0, topk - num_above)
-    # Listed in smaller tiles: with their slots a whole row's ranks would not stay in registers.
-    part = tl.arange(0, LISTED)
-    out = tl.load(kv_indptr + row)
+    tl.store(cuts + 2 * row, threshold.to(tl.int64))
+    tl.store(cuts + 2 * row + 1, free.to(tl.int64))
+
+
+@triton.jit
+def _list_chosen(
+    scores,
+    page_table,
+    visible_from,
+    visible_to,
+    request,
+    cuts,
+    kv_indptr,
+    kv_indices,
+    num_columns,
+    num_tokens,
+    num_indices,
+    stride_page,
+    stride_score,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """BLOCK tokens of a row. Every program counts for itself what is chosen before its own."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    first, count = _seen(visible_from, visible_to, row, num_tokens, num_columns)
+    if start >= count:
+        return
+    row_scores = scores + row * stride_score
+    threshold = tl.load(cuts + 2 * row).to(tl.uint32)
+    free = tl.load(cuts + 2 * row + 1).to(tl.int32)
+    num_above, num_tied = 0, 0
+    for at in range(0, start, COUNTED):
+        column = at + tl.arange(0, COUNTED)
+        before = _ranks(row_scores, column, column < start)
+        num_above += tl.sum((before > threshold).to(tl.int32), 0)
+        num_tied += tl.sum(((before == threshold) & (column < start)).to(tl.int32), 0)
+    column = start + tl.arange(0, BLOCK)
+    is_token = column < count
+    rank = _ranks(row_scores, column, is_token)
+    tied = (rank == threshold) & is_token
+    chosen = (rank > threshold) | (tied & (num_tied + tl.cumsum(tied.to(tl.int32), 0) <= free))
+    out = tl.load(kv_indptr + row) + num_above + tl.minimum(num_tied, free)
     room = tl.minimum(tl.load(kv_indptr + row + 1), num_indices)
-    num_tied = 0
-    for at in range(0, count, LISTED):
-        is_token = at + part < count
-        rank = _ranks(row_scores, at + part, is_token)
-        chosen = rank > threshold
-        if free > 0:
-            tied = (rank == threshold) & is_token
-            chosen = chosen | (tied & (num_tied + tl.cumsum(tied.to(tl.int32), 0) <= free))
-            num_tied += tl.sum(tied.to(tl.int32), 0)
-        place = out + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        slot = _slot_of(page_table, request_at, first + at + part, chosen, PAGE_SIZE)
-        tl.store(kv_indices + place, slot.to(kv_indices.dtype.element_ty), mask=chosen & (place < room))
-        out += tl.sum(chosen.to(tl.int32), 0)
+    place = out + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    request_at = tl.load(request + row).to(tl.int64) * stride_page
+    slot = _slot_of(page_table, request_at, first + column, chosen, PAGE_SIZE)
+    tl.store(kv_indices + place, slot.to(kv_indices.dtype.element_ty), mask=chosen & (place < room))
 
 
 def list_visible(rows: LocalRows, kv_indptr: Tensor, kv_indices: Tensor) -> None:

@@ -23,7 +23,7 @@ from kernels_integration.plan_check import check_fit
 from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format
 
 _LOG2_E = 1.4426950408889634
-_MERGED_AT_ONCE = 16
+_MERGED_AT_ONCE, _MERGED_COLUMNS = 32, 128
 _ROWS_PER_PART = 4
 FP8_LATENTS = (FP8_TILE, 2 * FP8_TILE, 4 * FP8_TILE)
 """Latent ranks that are read in fp8."""
@@ -48,16 +48,14 @@ class AttentionTiles:
         """As measured fastest on an H200 among some ten for each case."""
         if q_dtype == torch.float32:
             return cls(heads=16, tokens=16, num_warps=4, num_stages=1)
-        if kv_item_bytes == 1:
-            if num_heads <= 16:
-                return cls(heads=16, tokens=128, num_warps=8, num_stages=2)
-            return cls(heads=64 if num_heads > 32 else 32, tokens=32, num_warps=8, num_stages=2)
-        if num_heads <= 16:
-            # Few rows are cut into items of one or two tiles, of which a large one would stay half empty.
-            if rows < 64:
-                return cls(heads=16, tokens=32, num_warps=4, num_stages=3)
-            return cls(heads=16, tokens=64, num_warps=4, num_stages=3)
-        return cls(heads=64 if num_heads > 32 else 32, tokens=64, num_warps=8, num_stages=2)
+        if num_heads > 16:
+            heads = 64 if num_heads > 32 else 32
+            return cls(heads=heads, tokens=32 if kv_item_bytes == 1 else 64, num_warps=8, num_stages=2)
+        if kv_item_bytes > 1:
+            return cls(heads=16, tokens=64, num_warps=8, num_stages=3)
+        if rows < 8:  # cut into items of a tile or two, of which a large one would stay half empty
+            return cls(heads=16, tokens=32, num_warps=4, num_stages=3)
+        return cls(heads=16, tokens=128, num_warps=8, num_stages=2)
 
 
 def run(
@@ -151,7 +149,8 @@ def run(
         _attend_plain[grid](**common, kv=storage, stride_kv=storage.stride(0), BLOCK_C=dot_size(C))
     if partial_rows:
         assert split is not None
-        _merge_parts[(plan.rows, H)](
+        block_c = min(_MERGED_COLUMNS, triton.next_power_of_2(C))
+        _merge_parts[(plan.rows, H, triton.cdiv(C, block_c))](
             partial_o,
             partial_lse,
             split.reduce_indptr,
@@ -164,10 +163,10 @@ def run(
             o.stride(1),
             lse.stride(0),
             C=C,
-            BLOCK_C=triton.next_power_of_2(C),
+            BLOCK_C=block_c,
             BLOCK_ENTRIES=triton.next_power_of_2(split.num_parts),
             BLOCK_S=_MERGED_AT_ONCE,
-            num_warps=4,
+            num_warps=2,
         )
 
 
@@ -507,7 +506,7 @@ def _merge_parts(
     BLOCK_ENTRIES: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One head of one row: out = sum_s exp(lse_s - lse) out_s over its parts, in their order."""
+    """Some columns of a head of a row: out = sum_s exp(lse_s - lse) out_s over its parts, in their order."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(reduce_indptr + row)
@@ -522,7 +521,7 @@ def _merge_parts(
     total = tl.sum(tl.exp(part_lse - peak), 0)
     row_lse = tl.where(total > 0, peak + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
     base = tl.where(total > 0, row_lse, 0.0)
-    column = tl.arange(0, BLOCK_C)
+    column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = column < C
     acc = tl.zeros([BLOCK_C], tl.float32)
     for at in range(first, end, BLOCK_S):
