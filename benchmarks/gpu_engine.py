@@ -1,10 +1,10 @@
-"""Decoding with the bundled checkpoint on one GPU: the torch backend, Triton eager, and Triton in CUDA graphs.
+"""Decoding with the bundled checkpoint on one GPU: the torch backend, Triton eager, Triton in CUDA graphs.
 
 Run: python -m benchmarks.gpu_engine [--tokens 128]
 
-Greedy, prompts of 100 random tokens, the whole engine inside one process. Each figure is of a second run over
-the same shapes: kernels are compiled and graphs captured in the first. The model is tiny (14 M parameters), so
-that these are the costs of launches and of the host, not of bytes.
+Greedy, prompts of 100 random tokens, the whole engine inside one process. Each figure is of a second run
+over the same shapes: kernels are compiled and graphs captured in the first. The model is tiny (14 M
+parameters), so that these are the costs of launches and of the host, not of bytes.
 """
 
 import random
