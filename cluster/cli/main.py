@@ -14,7 +14,7 @@ from cluster import __version__
 from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status
 from cluster.cli.sections import SectionedCommand, SectionedGroup
 from cluster.config.other_engines import refuse_foreign
-from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, outcome
+from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_TERMINATED, outcome
 from cluster.launch.signals import exit_on_sigterm
 from kernels_integration.errors import LatentrayError
 
@@ -62,13 +62,17 @@ def _version() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with one of cluster.errors.EXIT_CODES."""
-    exit_on_sigterm()
+    received = exit_on_sigterm()
     try:
         _refuse_foreign_flags(sys.argv[1:] if argv is None else argv)
         app(args=argv, prog_name="latentray")
     except LatentrayError as error:
         print(f"latentray: {error}", file=sys.stderr)
         sys.exit(outcome(error).exit_code)
+    except SystemExit:
+        if received:
+            sys.exit(EXIT_TERMINATED)
+        raise
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:

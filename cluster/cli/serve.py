@@ -4,6 +4,7 @@ import signal
 import sys
 import threading
 from contextlib import closing
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from cluster.cli.engine_flags import with_settings
 from cluster.cli.log_follower import LogFollower
 from cluster.cli.progress_line import ProgressLine
 from cluster.config import ServeArgs, Settings
+from cluster.launch.signals import ENDING
 from kernels_integration.errors import UnavailableError
 
 
@@ -74,12 +76,14 @@ def serve(
 def _stop_on_signals() -> threading.Event:
     """Set by the first SIGINT or SIGTERM; the second one ends the command."""
     stop = threading.Event()
+    before = {number: signal.getsignal(number) for number in ENDING}
 
-    def handle(number: int, _frame: object) -> None:
-        if stop.is_set():
-            sys.exit(128 + number)
+    def handle(number: int, frame: FrameType | None) -> None:
+        ending = before[signal.Signals(number)]
+        if stop.is_set() and callable(ending):
+            ending(number, frame)
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         signal.signal(number, handle)
     return stop

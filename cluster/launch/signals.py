@@ -10,9 +10,20 @@ from types import FrameType
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def exit_on_sigterm() -> None:
-    """Unwind at SIGTERM as at Ctrl-C, so that what was started is stopped; the exit code is 143."""
-    signal.signal(signal.SIGTERM, _exit)
+def exit_on_sigterm() -> list[int]:
+    """Unwind at SIGTERM as at Ctrl-C, so that what was started is stopped, with exit code 143.
+
+    The list holds the signal once it has come: where it interrupts a call of Ray's, Ray raises SystemExit(1)
+    in the place of ours.
+    """
+    received: list[int] = []
+
+    def unwind(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
+    return received
 
 
 @contextlib.contextmanager
@@ -43,7 +54,3 @@ def signals_held() -> Iterator[None]:
                 signal.signal(number, handler)
         if held:
             signal.raise_signal(held[0])
-
-
-def _exit(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
