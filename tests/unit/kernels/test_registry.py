@@ -128,3 +128,13 @@ def test_the_registry_needs_no_torch():
 def test_torch_without_a_gpu_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refusal("torch", CUDA) == "torch cannot be used: this machine's torch finds no GPU"
+
+
+def test_a_group_on_a_cpu_imports_no_kernels():
+    code = (
+        "import sys, actors.inline_group, cluster.cli; from kernels_integration import registry; "
+        f"registry.create('torch', registry.Needs(**{dataclasses.asdict(CPU)!r})); "
+        "print([m for m in sys.modules if m.startswith(('triton', 'kernels_integration.triton'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
