@@ -51,7 +51,7 @@ test-fast: setup-dev  ## unit tests only: no Ray, no sockets
 	$(PYTEST) $(SPREAD) tests/unit -m "not slow"
 
 test-gpu:  ## kernels on a GPU, with the python that has its torch: make test-gpu PYTHON=python3
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -o addopts="-ra --strict-markers" tests/gpu
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 8 -o addopts="-ra --strict-markers" tests/gpu
 
 lint: setup-dev  ## ruff, mypy, import directions
 	$(BIN)/ruff check .
