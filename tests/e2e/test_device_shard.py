@@ -109,7 +109,8 @@ def _requests(rng: random.Random, num: int) -> list[Request]:
         req = request(f"{i}", prompt, seed=rng.getrandbits(64), **_params(rng, prompt))
         bad_words = ((5,), (prompt[-1], 7)) if rng.random() < 0.2 else ()
         changes = {"bad_words": bad_words, "priority": rng.randint(-2, 2)}
-        made += choices(msgspec.structs.replace(req, **changes))
+        for choice in choices(msgspec.structs.replace(req, **changes)):
+            made.append(msgspec.structs.replace(choice, request_id=f"{req.request_id}/{choice.index}"))
     return made
 
 
@@ -141,7 +142,7 @@ def _live(group: InlineGroup, requests: list[Request], rng: random.Random) -> No
         while waiting and (rng.random() < 0.5 or not group.has_work):
             group.submit(waiting.pop())
         if rng.random() < 0.06:
-            group.abort([rng.choice(requests).request_id])
+            group.abort([rng.choice(requests).key])
         for update in group.step():
             ended[update.request_id].add(update)
     assert all(c.failed is None or c.failed.code == "aborted" for c in ended.values())

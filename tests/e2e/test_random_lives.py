@@ -86,7 +86,8 @@ def _requests(rng: random.Random, name: str, num: int, plain: Plain) -> list[Req
             "cache_salt": rng.choice([None, None, "one", "two"]),
             "priority": rng.randint(-2, 2),
         }
-        made += choices(msgspec.structs.replace(req, **changes))
+        for choice in choices(msgspec.structs.replace(req, **changes)):
+            made.append(msgspec.structs.replace(choice, request_id=f"{req.request_id}/{choice.index}"))
     return made
 
 
