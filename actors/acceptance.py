@@ -42,7 +42,7 @@ def count_emitted(drafts: NDArray[Any], tokens: NDArray[Any], k: NDArray[Any]) -
     return emitted
 
 
-class StandardJudgement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class StandardRejection(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Standard rejection sampling: what decides about the drafts of a step."""
 
     ratio: NDArray[np.float32]
@@ -55,7 +55,7 @@ class StandardJudgement(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
 
 def standard_tokens(
     drafts: NDArray[Any],
-    judgement: StandardJudgement,
+    rejection: StandardRejection,
     k: NDArray[Any],
     *,
     seeds: NDArray[np.int64],
@@ -74,8 +74,8 @@ def standard_tokens(
     tokens = np.empty(len(drafts) + len(num_drafts), np.int64)
     is_draft = np.ones(len(tokens), bool)
     is_draft[ends - 1] = False
-    tokens[is_draft] = np.where(accepted < judgement.ratio, drafts, judgement.residual)
-    tokens[ends - 1] = judgement.bonus
+    tokens[is_draft] = np.where(accepted < rejection.ratio, drafts, rejection.residual)
+    tokens[ends - 1] = rejection.bonus
     return tokens
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.acceptance import StandardJudgement
+from actors.acceptance import StandardRejection
 from actors.sampling_params import ShardParams
 
 Int32s = NDArray[np.int32]
@@ -143,7 +143,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     drafts: Int32s
     """[sum k] the drafts that the verify rows really held."""
     tokens: Int32s
-    """[M], empty with a judgement: the target's own token of each row; -1 where masked."""
+    """[M], empty with a rejection: the target's own token of each row; -1 where masked."""
     length: Int32s
     """[N] tokens whose KV or hidden state the shard holds after the step, by the acceptance rule."""
     logprobs: TokenLogprobs | None = None
@@ -151,7 +151,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prompt_logprobs: TokenLogprobs | None = None
     """Prompt tokens that the rows of chunks with num_prompt_logprobs >= 0 predict, in order of the rows: row
     position p predicts token p + 1 while that is part of the prompt."""
-    judgement: StandardJudgement | None = None
+    rejection: StandardRejection | None = None
     """Standard rejection sampling: instead of tokens."""
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels_integration.collectives import Collectives
 from kernels_integration.filters import surviving
+from kernels_integration.gumbel_max import Scores, gumbel_max
 from kernels_integration.philox import Purpose
-from kernels_integration.race import Scores, race
 from kernels_integration.ranking import row_max
 from kernels_integration.sampling import (
     GREEDY_BELOW,
@@ -62,11 +62,11 @@ def draw(
     """[R] int64 tokens of (not necessarily normalised) probabilities [R, V]; NO_TOKEN of NaN. Collective."""
     if not len(probability):
         return torch.empty(0, dtype=torch.int64, device=probability.device)
-    return best_of_ranks(*race(probability.log(), vocab_start, seed, position, purpose), comm)
+    return best_of_ranks(*gumbel_max(probability.log(), vocab_start, seed, position, purpose), comm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class Rejection:
     """What decides about drafts; the same on every rank."""
 
     ratio: Tensor
@@ -75,7 +75,7 @@ class Judgement:
     """[R] int64: what is emitted in the draft's place if it is not accepted."""
 
 
-def judge(
+def rejection_of(
     target: Tensor,
     draft: Tensor,
     tokens: Tensor,
@@ -83,7 +83,7 @@ def judge(
     seed: Tensor,
     position: Tensor,
     comm: Collectives,
-) -> Judgement:
+) -> Rejection:
     """Drafts `tokens` [R], drawn from `draft` [R, V], where the target has `target` [R, V]. Collective.
 
     A draft that `draft` gives no probability is not accepted; a row of the target that can draw nothing (NaN)
@@ -92,7 +92,7 @@ def judge(
     num_rows, slice_size = target.shape
     if not num_rows:
         none = torch.empty(0, dtype=torch.int64, device=target.device)
-        return Judgement(ratio=none.float(), residual=none)
+        return Rejection(ratio=none.float(), residual=none)
     column = tokens - vocab_start
     own = (column >= 0) & (column < slice_size)
     index = column.clamp(0, slice_size - 1).unsqueeze(1)
@@ -102,7 +102,7 @@ def judge(
     (p, q), most = gathered[..., :2].sum(dim=0).unbind(1), gathered[..., 2].amax(dim=0)
     # Where p and q are equal the draft is always accepted; any legal row serves as its residual.
     left = torch.where(most.unsqueeze(1) > 0, left, target)
-    return Judgement(
+    return Rejection(
         ratio=torch.where((q > 0) & (p >= 0), p / q, 0).float(),
         residual=draw(left, vocab_start, seed, position, Purpose.RESIDUAL, comm),
     )

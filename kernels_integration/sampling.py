@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kernels_integration.collectives import Collectives
 from kernels_integration.filters import Cuts, surviving
+from kernels_integration.gumbel_max import Scores, best_per_row, gumbel_max
 from kernels_integration.logit_rules import LogitRules
 from kernels_integration.logprobs import Logprobs, logprobs_of
 from kernels_integration.noise import gumbel, random_bits_at
-from kernels_integration.race import Scores, best_per_row, race
 from kernels_integration.ranking import row_max
 from kernels_integration.token_marks import NO_TOKEN
 
@@ -104,7 +104,7 @@ def _draw(logits: Tensor, vocab_start: int, rows: SamplingRows, comm: Collective
     filtered = rows.cuts().active(comm.size * logits.shape[1]) & ~greedy
     if not bool((greedy | filtered).any()):
         scaled = over_temperature(logits, rows.temperature)
-        return best_of_ranks(*race(scaled, vocab_start, rows.seed, rows.position), comm)
+        return best_of_ranks(*gumbel_max(scaled, vocab_start, rows.seed, rows.position), comm)
     tokens = torch.empty_like(rows.seed)
     whole = (~filtered).nonzero().squeeze(1)
     if len(whole):
@@ -129,7 +129,7 @@ def _draw_unfiltered(
     if len(noisy):
         row = index[noisy]
         scaled = _scaled(logits, rows, row)
-        drawn, token[noisy] = race(scaled, vocab_start, rows.seed[row], rows.position[row])
+        drawn, token[noisy] = gumbel_max(scaled, vocab_start, rows.seed[row], rows.position[row])
         score.value[noisy], score.rest[noisy] = drawn
     return best_of_ranks(score, token, comm)
 

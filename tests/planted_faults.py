@@ -54,8 +54,8 @@ FAULTS = (
     Fault(
         "reject what is accepted",
         "actors/acceptance.py",
-        "accepted < judgement.ratio",
-        "accepted > judgement.ratio",
+        "accepted < rejection.ratio",
+        "accepted > rejection.ratio",
         KERNELS,
     ),
     Fault(
@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "the race eliminates winners",
-        "kernels_integration/race.py",
+        "kernels_integration/gumbel_max.py",
         "row, column = (ratio <= latest",
         "row, column = (ratio <= 0.5 * latest",
         KERNELS,

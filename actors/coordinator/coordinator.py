@@ -101,8 +101,8 @@ class Coordinator:
         limit = checked_limit(request, self._config, self._blocks, has_tokenizer=self._tokenizer is not None)
         self._num_arrivals += 1
         priority = request.priority if self._config.scheduling_policy == "priority" else 0
-        rank = (priority, self._num_arrivals)
-        state = RequestState(request, rank=rank, limit=limit, tokenizer=self._tokenizer)
+        turn = (priority, self._num_arrivals)
+        state = RequestState(request, turn=turn, limit=limit, tokenizer=self._tokenizer)
         self._live[request.key] = state
         self._scheduler.add(state)
         self._timings.submitted(request.key)
@@ -174,7 +174,7 @@ class Coordinator:
         started = self._clock()
         step = self._steps.reported(output)
         verifies, chunks = step.schedule.verifies, step.schedule.chunks
-        drawn = output.tokens if output.judgement is None else judged_tokens(step, output)
+        drawn = output.tokens if output.rejection is None else judged_tokens(step, output)
         num_emitted = count_emitted(output.drafts, drawn, step.k).tolist()
         tokens, lengths = tuple(drawn.tolist()), output.length.tolist()
         logprobs, prompt_logprobs = LogprobRows(output.logprobs), LogprobRows(output.prompt_logprobs)

@@ -38,7 +38,7 @@ class RequestState:
         "num_reserved_tokens",
         "prompt_logprobs",
         "publish_at",
-        "rank",
+        "turn",
         "request",
         "slot",
         "stop",
@@ -46,10 +46,10 @@ class RequestState:
     )
 
     def __init__(
-        self, request: Request, *, rank: tuple[int, int], limit: int, tokenizer: Tokenizer | None
+        self, request: Request, *, turn: tuple[int, int], limit: int, tokenizer: Tokenizer | None
     ) -> None:
         self.request = request
-        self.rank = rank
+        self.turn = turn
         """(priority, arrival), unique. Scheduling order: lower is served first."""
         self.limit = limit
         """min(max_model_len, prompt + max_tokens)."""

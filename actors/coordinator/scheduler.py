@@ -19,14 +19,14 @@ from actors.coordinator.schedule import (
 )
 from actors.messages import RowKind
 
-_rank = attrgetter("rank")
+_turn = attrgetter("turn")
 _num_drafts = attrgetter("k")
 
 
 class Scheduler:
-    """Rows of a step for requests in order of rank: (priority, arrival).
+    """Rows of a step for requests in order of their turn: (priority, arrival).
 
-    `running` holds a state slot and a block table; `waiting` holds neither. Both are in order of rank.
+    `running` holds a state slot and a block table; `waiting` holds neither. Both are in order of turn.
     Victims are taken from the end of `running` only, so that nobody loses rows already given.
     """
 
@@ -55,12 +55,12 @@ class Scheduler:
         """Preempted in the step being chosen."""
 
     def add(self, request: RequestState) -> None:
-        insort(self.waiting, request, key=_rank)
+        insort(self.waiting, request, key=_turn)
 
     def remove(self, request: RequestState) -> None:
         """The request has ended; its slot and blocks are free for the next message."""
         queue = self.waiting if request.admission == NOT_ADMITTED else self.running
-        index = bisect_left(queue, request.rank, key=_rank)
+        index = bisect_left(queue, request.turn, key=_turn)
         assert queue[index] is request
         del queue[index]
         if request.admission != NOT_ADMITTED:
@@ -80,7 +80,7 @@ class Scheduler:
         back.
         """
         self._victims.clear()
-        self._make_way()
+        self._preempt_for_head()
         in_flight = in_flight_by_admission(outstanding)
         anchors_left = sum([r.num_accepted > 0 or _is_ahead(in_flight, r) for r in self.running])
         num_prompts = len(self.running) - anchors_left + len(self.waiting)
@@ -162,7 +162,7 @@ class Scheduler:
         kind = RowKind.FINAL_CHUNK if num_rows == remaining else RowKind.MIDDLE_CHUNK
         return ScheduledRows(request, request.admission, kind, 0, start, num_rows, readonly, new_blocks)
 
-    def _make_way(self) -> None:
+    def _preempt_for_head(self) -> None:
         """The head of the line pushes out requests of lower priority, if that lets it in."""
         if not self.waiting or not self.running or self._is_urgent(self.running[-1]):
             return
@@ -178,7 +178,7 @@ class Scheduler:
 
     def _is_urgent(self, request: RequestState) -> bool:
         """Whether a running request's priority is at least that of the head of the line."""
-        return request.rank[0] <= self.waiting[0].rank[0]
+        return request.turn[0] <= self.waiting[0].turn[0]
 
     def _admissible(self) -> list[int] | None:
         """The cached blocks that the head of the line would begin with; None if it must wait."""
@@ -206,7 +206,7 @@ class Scheduler:
             num_hit_tokens=num_hit_tokens,
             num_repeated=self._num_repeated,
         )
-        insort(self.running, request, key=_rank)
+        insort(self.running, request, key=_turn)
         self._blocks.open(request.admission, shared)
         self._prefix_cache.admit(request, len(shared))
         table = shared + self._reserve(request, len(request.tokens))
@@ -228,7 +228,7 @@ class Scheduler:
     def _move_last_to_waiting(self) -> RequestState:
         request = self.running.pop()
         self._withdraw(request)
-        insort(self.waiting, request, key=_rank)
+        insort(self.waiting, request, key=_turn)
         return request
 
     def _withdraw(self, request: RequestState) -> None:

@@ -81,8 +81,8 @@ class StepsInFlight:
         num_drafts = int(oldest.k.sum())
         expected_sizes = (num_drafts, num_drafts + len(oldest.k), oldest.num_requests)
         num_tokens = len(output.tokens)
-        if output.judgement is not None:
-            num_tokens = len(output.judgement.residual) + len(output.judgement.bonus)
+        if output.rejection is not None:
+            num_tokens = len(output.rejection.residual) + len(output.rejection.bonus)
         sizes = (len(output.drafts), num_tokens, len(output.length))
         if sizes != expected_sizes:
             raise ProtocolError(
@@ -94,7 +94,7 @@ class StepsInFlight:
 
 def judged_tokens(step: StepInFlight, output: StepOutput) -> NDArray[Any]:
     """Standard rejection sampling: the shards' own decision about the drafts, repeated."""
-    assert output.judgement is not None
+    assert output.rejection is not None
     requests = [rows.request for rows in step.schedule.verifies]
     # Where a request has ended or was preempted since, nobody looks at its tokens.
     positions = [len(request.tokens) for request in requests]
@@ -102,7 +102,7 @@ def judged_tokens(step: StepInFlight, output: StepOutput) -> NDArray[Any]:
     final_chunks = [0] * (len(step.k) - len(requests))  # they have no drafts
     return standard_tokens(
         output.drafts,
-        output.judgement,
+        output.rejection,
         step.k,
         seeds=np.array(seeds + final_chunks, np.uint64).astype(np.int64),
         positions=np.array(positions + final_chunks, np.int64),

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.acceptance import StandardJudgement, standard_tokens
+from actors.acceptance import StandardRejection, standard_tokens
 from actors.config import GroupConfig
 from actors.shard.boundary import Boundary
 from actors.shard.sampling_state import SamplingState
@@ -17,7 +17,7 @@ from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
 from kernels_integration.logprobs import Logprobs, logprobs_of
 from kernels_integration.philox import Purpose
-from kernels_integration.rejection import draw, judge, probabilities
+from kernels_integration.rejection import draw, probabilities, rejection_of
 from kernels_integration.sampling import SamplingRows, sample, without_nan
 from kernels_integration.token_marks import MASKED
 
@@ -31,7 +31,7 @@ class Draft:
     tokens: Tensor
     """[b] int64"""
     probability: Tensor | None = None
-    """[b, V] this rank's slice of what it was drawn from, where the judgement needs it."""
+    """[b, V] this rank's slice of what it was drawn from, where the rejection needs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Verified:
     """[M] of every verify row and final chunk, for the rule of actors.acceptance; MASKED where masked."""
     logprobs: Logprobs | None
     """Of the rows that asked."""
-    judgement: StandardJudgement | None = None
+    rejection: StandardRejection | None = None
     """What standard rejection sampling came to `tokens` by; the coordinator repeats it."""
 
 
@@ -135,7 +135,7 @@ class StandardSampler:
         last = np.cumsum(rows.token_counts) - 1
         judged = np.delete(np.arange(len(slots)), last)
         judged_rows = up(judged)
-        judgement = judge(
+        rejection = rejection_of(
             target[judged_rows],
             self._packed(drafts.probabilities, rows, target),
             drafts.tokens,
@@ -150,10 +150,10 @@ class StandardSampler:
         closing = np.flatnonzero(positions[judged] == limits[judged] - 1)
         bonus_rows = np.concatenate([last, judged[closing]])
         bonus = down(self._bonus(target, up(bonus_rows), sampling))
-        ratio, residual = down(judgement.ratio), down(judgement.residual)
+        ratio, residual = down(rejection.ratio), down(rejection.residual)
         ratio[closing], residual[closing] = -1, bonus[len(last) :]
         masked = positions >= limits
-        report = StandardJudgement(
+        report = StandardRejection(
             ratio=np.where(masked[judged], -1, ratio).astype(np.float32),
             residual=np.where(masked[judged], MASKED, residual).astype(np.int32),
             bonus=np.where(masked[last], MASKED, bonus[: len(last)]).astype(np.int32),
@@ -168,7 +168,7 @@ class StandardSampler:
         return Verified(
             tokens=tokens,
             logprobs=self._logprobs(logits, tokens, sampling.logprob_rows, sampling.num_logprobs),
-            judgement=report,
+            rejection=report,
         )
 
     def _bonus(self, target: Tensor, rows: Tensor, sampling: SamplingRows) -> Tensor:

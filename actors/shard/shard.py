@@ -21,11 +21,11 @@ from actors.shard.locating import locating
 from actors.shard.logprobs_message import logprobs_message
 from actors.shard.mtp_modules import MtpModules
 from actors.shard.pending import PendingRows
-from actors.shard.progress import SlotProgress
 from actors.shard.prompt_fill import PromptFill
 from actors.shard.prompt_logprobs import PromptLogprobs
 from actors.shard.samplers import Drafts, Verified, make_sampler
 from actors.shard.sampling_state import SamplingState
+from actors.shard.slot_lengths import SlotLengths
 from actors.shard.slot_rows import SlotRows
 from actors.shard.step_rows import StepRows
 from kernels_integration.collectives import Collectives
@@ -82,8 +82,8 @@ class Shard:
             dtype=model.dtype,
             boundary=boundary,
         )
-        self._progress = SlotProgress(config.max_num_seqs)
-        self._slot_rows = SlotRows(self._tables, self._progress, self._pending)
+        self._lengths = SlotLengths(config.max_num_seqs)
+        self._slot_rows = SlotRows(self._tables, self._lengths, self._pending)
         self._mtp_modules = MtpModules(
             model, cache, self._slot_rows, num_slots=config.max_num_seqs, boundary=boundary
         )
@@ -99,7 +99,7 @@ class Shard:
 
     def _execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
         self._apply(step)
-        rows = StepRows.of(step, self._progress)
+        rows = StepRows.of(step, self._lengths)
         with self._spans("draft"):
             drafts = self._draft(rows)
         with self._spans("verify"):
@@ -107,7 +107,7 @@ class Shard:
         with self._spans("sampling"):
             verified = self._sample(rows, hidden, drafts)
             prompt_logprobs = self._prompt_logprobs.of_step(rows, hidden, self._model.logits, self._tp)
-        tokens, judgement = verified.tokens, verified.judgement
+        tokens, rejection = verified.tokens, verified.rejection
         num_emitted = rows.num_emitted(drafts.on_host, tokens)
         lengths = rows.lengths(num_emitted)
         if self._tp.rank == 0:
@@ -116,14 +116,14 @@ class Shard:
                     epoch=step.epoch,
                     step=step.step,
                     drafts=drafts.on_host.astype(np.int32),
-                    tokens=tokens.astype(np.int32) if judgement is None else np.empty(0, np.int32),
+                    tokens=tokens.astype(np.int32) if rejection is None else np.empty(0, np.int32),
                     length=lengths,
                     logprobs=logprobs_message(verified.logprobs, self._boundary),
                     prompt_logprobs=logprobs_message(prompt_logprobs, self._boundary),
-                    judgement=judgement,
+                    rejection=rejection,
                 )
             )
-        self._progress.advance(rows.slots, lengths)
+        self._lengths.advance(rows.slots, lengths)
         if self._config.num_speculative_tokens:
             with self._spans("prompt_fill"):
                 self._fill_prompt(step, rows, hidden)
@@ -139,7 +139,7 @@ class Shard:
             self._tables.reset(admission.slot)
             self._sampling.admit(admission)
             self._prompt_logprobs.admit(admission)
-            self._progress.admit(admission)
+            self._lengths.admit(admission)
             if self._config.num_speculative_tokens:
                 self._pending.reset(admission.slot)
         for i in np.flatnonzero(np.diff(step.new_blocks_indptr)).tolist():
@@ -208,7 +208,7 @@ class Shard:
         """[T, hidden] states of the target over anchors, drafts and chunk rows, in one forward."""
         token_ids = np.empty(rows.num_rows, np.int64)
         anchor_rows = np.cumsum(rows.k + 1) - (rows.k + 1)
-        token_ids[anchor_rows] = self._progress.anchors(rows.slots[: rows.num_verifies])
+        token_ids[anchor_rows] = self._lengths.anchors(rows.slots[: rows.num_verifies])
         verify_rows = np.arange(rows.num_verify_rows)
         token_ids[np.setdiff1d(verify_rows, anchor_rows, assume_unique=True)] = drafts.on_host
         token_ids[rows.num_verify_rows :] = step.ids
@@ -248,7 +248,7 @@ class Shard:
         # A request that drew nothing has failed; steps sent before that is known go on from any legal token.
         accepted, ends = np.maximum(tokens[emitted], 0).astype(np.int32), np.cumsum(num_emitted)
         yielding = np.flatnonzero(num_emitted)
-        self._progress.emit(rows.token_slots[yielding], accepted[ends[yielding] - 1])
+        self._lengths.emit(rows.token_slots[yielding], accepted[ends[yielding] - 1])
         for slot, begin, end in zip(
             rows.token_slots.tolist(), (ends - num_emitted).tolist(), ends.tolist(), strict=True
         ):

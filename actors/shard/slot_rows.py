@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from actors.shard.block_tables import BlockTables
 from actors.shard.pending import PendingRows
-from actors.shard.progress import SlotProgress
+from actors.shard.slot_lengths import SlotLengths
 from actors.shard.step_rows import StepRows
 from kernels_integration.rows import RowBatch
 
@@ -13,11 +13,11 @@ Int64s = NDArray[np.int64]
 
 
 class SlotRows:
-    """Makes rows: tables say where KV lies, progress where a request ends, pending what modules see."""
+    """Makes rows: tables say where KV lies, lengths where a request ends, pending what modules see."""
 
-    def __init__(self, tables: BlockTables, progress: SlotProgress, pending: PendingRows) -> None:
+    def __init__(self, tables: BlockTables, lengths: SlotLengths, pending: PendingRows) -> None:
         self._tables = tables
-        self._progress = progress
+        self._lengths = lengths
         self._pending = pending
 
     def target(self, rows: StepRows) -> RowBatch:
@@ -36,7 +36,7 @@ class SlotRows:
             slots,
             starts,
             counts,
-            limits=self._progress.limits(slots),
+            limits=self._lengths.limits(slots),
             visible_from=self._pending.mtp_from(slots) + module,
             readonly=readonly,
         )

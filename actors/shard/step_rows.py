@@ -8,7 +8,7 @@ from torch import Tensor
 
 from actors.acceptance import count_emitted
 from actors.messages import RowKind, StepInput
-from actors.shard.progress import SlotProgress, check_agreement
+from actors.shard.slot_lengths import SlotLengths, check_agreement
 from actors.shard.slot_rules import Preceding
 
 Int64s = NDArray[np.int64]
@@ -44,7 +44,7 @@ class StepRows:
     num_verify_rows: int
 
     @classmethod
-    def of(cls, step: StepInput, progress: SlotProgress) -> "StepRows":
+    def of(cls, step: StepInput, lengths: SlotLengths) -> "StepRows":
         is_verify = step.kind == RowKind.VERIFY
         num_verifies = int(is_verify.sum())
         k = step.k[:num_verifies].astype(np.int64)
@@ -55,9 +55,9 @@ class StepRows:
         slots = step.slot.astype(np.int64)
         return cls(
             slots=slots,
-            starts=progress.starts(step, num_verifies),
+            starts=lengths.starts(step, num_verifies),
             counts=counts,
-            limits=progress.limits(slots),
+            limits=lengths.limits(slots),
             k=k,
             fill=step.fill[:num_verifies].astype(bool),
             readonly=step.readonly.astype(np.int64),

@@ -6,10 +6,10 @@ import sys
 
 import typer
 
-from cluster.cli.answers import Answer
+from cluster.cli.answers import PrintableAnswer
 
 
-def print_json(index: int, piece: str, answer: Answer | None) -> None:
+def print_json(index: int, piece: str, answer: PrintableAnswer | None) -> None:
     """One object a line, in the order in which answers are finished."""
     if answer is not None:
         typer.echo(json.dumps({"index": index} | dataclasses.asdict(answer), ensure_ascii=False))
@@ -24,7 +24,7 @@ class AnswerPrinter:
         self._waiting: dict[int, list[str]] = {}
         self._finished: set[int] = set()
 
-    def __call__(self, index: int, piece: str, answer: Answer | None) -> None:
+    def __call__(self, index: int, piece: str, answer: PrintableAnswer | None) -> None:
         self._waiting.setdefault(index, []).append(piece)
         if answer is not None:
             self._finished.add(index)

@@ -20,7 +20,7 @@ Logprobs: TypeAlias = dict[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PrintableAnswer:
     """A finished answer, as --json prints it."""
 
     text: str
@@ -37,7 +37,7 @@ class Answer:
     """The same of the prompt's tokens; the first has none."""
 
 
-Show = Callable[[int, str, Answer | None], None]
+Show = Callable[[int, str, PrintableAnswer | None], None]
 """Called with an answer's index, more of its text, and with the last text the whole answer.
 
 The n answers of a prompt stand together: index = prompt * n + choice."""
@@ -59,9 +59,9 @@ def ask_engine(engine: Engine, requests: Sequence[Request], frontend: ModelFront
             show(first_index[request_id] + update.index, piece, answer)
 
 
-def _answer(builder: OutputBuilder, last: RequestUpdate) -> Answer:
+def _answer(builder: OutputBuilder, last: RequestUpdate) -> PrintableAnswer:
     completion, prompt_logprobs = builder.completion(last.index), builder.prompt_logprobs()
-    return Answer(
+    return PrintableAnswer(
         text=completion.text,
         token_ids=completion.token_ids,
         finish_reason=completion.finish_reason,
@@ -114,11 +114,11 @@ def ask_server(
                 show(prompt_index * params.n + piece.index, piece.text, answer)
 
 
-def _answer_of(pieces: Sequence["Piece"], params: SamplingParams) -> Answer:
+def _answer_of(pieces: Sequence["Piece"], params: SamplingParams) -> PrintableAnswer:
     last = pieces[-1]
     usage = last.usage
     prompt_logprobs = [_own_first(entry) for piece in pieces for entry in piece.prompt_logprobs]
-    return Answer(
+    return PrintableAnswer(
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
         finish_reason=last.finish_reason,

@@ -9,8 +9,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.sampling_params import SamplingParams
-from cluster.client import tokenizer as tokenizers
-from cluster.client import wire
+from cluster.client import tokenizer_download, wire
 from cluster.client.reader import AnswerReader
 from cluster.client.results import Completion, Health, Load, ModelInfo, Piece, ServerInfo
 from cluster.tokenizer.tokenizer import Tokenizer
@@ -120,7 +119,7 @@ class Client:
         if self._tokenizer is None:
             self._eos_token_ids = self.model_info().eos_token_ids
             call = self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=self._timeout_s)
-            self._tokenizer = tokenizers.from_chunks(list(self._checked(call)))
+            self._tokenizer = tokenizer_download.from_chunks(list(self._checked(call)))
         return self._tokenizer
 
     def close(self) -> None:

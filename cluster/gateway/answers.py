@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from actors.requests import Request, RequestUpdate, TokenLogprob
 
 
-class Answer:
+class AnswerMessages:
     """What to send for each update of one choice of a request."""
 
     def __init__(self, request: Request, *, index: int, stream: bool) -> None:

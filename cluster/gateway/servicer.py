@@ -1,7 +1,7 @@
 """vllm.grpc.engine.VllmEngine over one group.
 
 A request's life here: Answering.admit -> parameters -> frontend (tokenise, validate, seed) ->
-Answering.answer -> Answer -> the wire.
+Answering.answer -> AnswerMessages -> the wire.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from cluster.answering.answering import Answering
 from cluster.answering.live_requests import LiveRequest
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway import parameters, server_facts
-from cluster.gateway.answers import Answer
+from cluster.gateway.answers import AnswerMessages
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.loads import Loads
 from cluster.gateway.metrics import GatewayMetrics
@@ -107,7 +107,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         request = await self._validated(live.request_id, message, context.invocation_metadata() or ())
         record.accepted(request)
         await context.send_initial_metadata(_metadata(request))
-        answers = [Answer(request, index=i, stream=message.stream) for i in range(request.params.n)]
+        answers = [AnswerMessages(request, index=i, stream=message.stream) for i in range(request.params.n)]
         async with aclosing(self._answering.answer(live, request)) as updates:
             async for update in updates:
                 record.took(update.index, update)

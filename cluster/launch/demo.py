@@ -39,7 +39,7 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class DemoAnswer:
     """What one question cost. Times in seconds, as the client saw them."""
 
     title: str
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    answers: tuple[Answer, ...]
+    answers: tuple[DemoAnswer, ...]
     memory: dict[str, int]
     """Resident bytes of each actor."""
 
@@ -81,7 +81,7 @@ def _ask(
     frontend: ModelFrontend,
     question: Question,
     show: Callable[[str], None],
-) -> Answer:
+) -> DemoAnswer:
     prompt: str | Sequence[int] = question.text
     if question.is_chat:
         prompt = frontend.render_chat([{"role": "user", "content": question.text}])
@@ -101,7 +101,7 @@ def _ask(
     num_verifies = after.num_verifies - before.num_verifies
     accepted = [a - b for a, b in zip(after.accepted, before.accepted, strict=True)]
     proposed = [a - b for a, b in zip(after.proposed, before.proposed, strict=True)]
-    return Answer(
+    return DemoAnswer(
         title=question.title,
         num_tokens=num_tokens,
         ttft_s=first_s - start_s,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels_integration.filters import num_kept
+from kernels_integration.gumbel_max import Scores
 from kernels_integration.noise import gumbel, random_bits
-from kernels_integration.race import Scores
 from kernels_integration.sampling import GREEDY_BELOW, SamplingRows, over_temperature
 from kernels_integration.token_marks import NO_TOKEN
 

@@ -91,7 +91,7 @@ def _better(
 ):
     """The better of what was found and of token `place` of each block, as (value, rest, token).
 
-    value + rest is logit / temperature + noise exactly: `race.Scores`.
+    value + rest is logit / temperature + noise exactly: `gumbel_max.Scores`.
     """
     column = 4 * block + place - vocab_start
     is_token = (column >= 0) & (column < num_tokens)

@@ -14,7 +14,7 @@ import cluster
 from actors.requests import TokenLogprob
 from actors.sampling_params import SamplingParams
 from cluster.client.reader import AnswerReader
-from cluster.client.tokenizer import from_chunks
+from cluster.client.tokenizer_download import from_chunks
 from cluster.gateway.tokenizer_bundle import CHUNK_BYTES, TokenizerBundle
 from cluster.tokenizer import Tokenizer, load_tokenizer
 from kernels_integration.errors import CheckpointError, LatentrayError

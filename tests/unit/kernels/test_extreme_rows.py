@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels_integration.logit_rules import Entries, LogitRules, Penalties
 from kernels_integration.philox import Purpose
-from kernels_integration.rejection import draw, judge, probabilities
+from kernels_integration.rejection import draw, probabilities, rejection_of
 from kernels_integration.sampling import SamplingRows, sample
 from kernels_integration.token_marks import NO_TOKEN
 from tests.unit.kernels.test_sampling import make_rows, on_ranks, pick, sample_on
@@ -166,11 +166,11 @@ def test_standard_rejection_of_rows_that_draw_nothing(size):
         draft = probabilities(x[:, half:].contiguous(), start // 2, rows, comm)
         tokens = draw(draft, start // 2, seed, position, Purpose.DRAFT, comm)
         assert tokens[1] == NO_TOKEN
-        judgement = judge(
+        rejection = rejection_of(
             target, draft.nan_to_num(nan=0.0), tokens.clamp(min=0), start // 2, seed, position, comm
         )
         bonus = draw(target, start // 2, seed, position, Purpose.BONUS, comm)
-        return judgement.ratio.tolist(), judgement.residual.tolist(), bonus.tolist()
+        return rejection.ratio.tolist(), rejection.residual.tolist(), bonus.tolist()
 
     step = VOCAB // size
     interleaved = torch.cat(

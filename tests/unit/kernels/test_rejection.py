@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from actors.acceptance import StandardJudgement, accept_uniform, count_emitted, standard_tokens
+from actors.acceptance import StandardRejection, accept_uniform, count_emitted, standard_tokens
 from kernels_integration.philox import Purpose, philox4x32, split64
-from kernels_integration.rejection import draw, judge, probabilities
+from kernels_integration.rejection import draw, probabilities, rejection_of
 from tests.support.reference import filtered_probabilities
 from tests.unit.kernels.test_sampling import make_rows, on_ranks
 
@@ -69,8 +69,8 @@ def test_tokens_are_what_plain_rejection_emits(data):
     ) % 6
     seeds, positions = np.arange(len(k)) * 7 + 1, np.arange(len(k)) * 11 + 3
     bonus = np.arange(len(k)) + 100
-    judgement = StandardJudgement(ratio=np.array(ratios, np.float32), residual=residual, bonus=bonus)
-    tokens = standard_tokens(drafts, judgement, np.array(k), seeds=seeds, positions=positions)
+    rejection = StandardRejection(ratio=np.array(ratios, np.float32), residual=residual, bonus=bonus)
+    tokens = standard_tokens(drafts, rejection, np.array(k), seeds=seeds, positions=positions)
     emitted = count_emitted(drafts, tokens, np.array(k))
     first_draft = first_token = 0
     for i, n in enumerate(k):
@@ -104,19 +104,19 @@ def test_what_is_emitted_has_the_target_distribution(case, size):
     def run(x, start, comm):
         target, draft = x[:1].expand(num, -1), x[1:].expand(num, -1)
         tokens = draw(draft, start, seeds, positions, Purpose.DRAFT, comm)
-        return tokens, judge(target, draft, tokens, start, seeds, positions, comm)
+        return tokens, rejection_of(target, draft, tokens, start, seeds, positions, comm)
 
     results = on_ranks(torch.stack((p, q)), size, run)
-    tokens, judgement = results[0]
+    tokens, rejection = results[0]
     for other_tokens, other in results[1:]:
         assert torch.equal(tokens, other_tokens)
-        assert torch.equal(judgement.ratio, other.ratio)
-        assert torch.equal(judgement.residual, other.residual)
-    accepted = accept_uniform(seeds.numpy(), positions.numpy()) < judgement.ratio.numpy()
-    emitted = np.where(accepted, tokens.numpy(), judgement.residual.numpy())
+        assert torch.equal(rejection.ratio, other.ratio)
+        assert torch.equal(rejection.residual, other.residual)
+    accepted = accept_uniform(seeds.numpy(), positions.numpy()) < rejection.ratio.numpy()
+    emitted = np.where(accepted, tokens.numpy(), rejection.residual.numpy())
     counts = np.bincount(emitted, minlength=vocab)
     assert counts[p.numpy() == 0].sum() == 0
     assert stats.chisquare(counts[:5], num * p.numpy()[:5]).pvalue > 1e-3
     optimum = float(torch.minimum(p, q).sum())
     assert abs(accepted.mean() - optimum) < 0.015
-    assert not (judgement.residual.numpy() == tokens.numpy())[~accepted].any()
+    assert not (rejection.residual.numpy() == tokens.numpy())[~accepted].any()

@@ -12,8 +12,8 @@ from scipy import stats
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.filters import Cuts, surviving
+from kernels_integration.gumbel_max import gumbel_max
 from kernels_integration.philox import Purpose, philox4x32, split64
-from kernels_integration.race import race
 from kernels_integration.ranking import row_max, row_top
 from kernels_integration.sampling import Sampled, SamplingRows, sample
 
@@ -145,7 +145,7 @@ def test_race_is_the_argmax_of_scores(spread, dtype):
     scaled[4, 1:] = -INF
     scaled[5, 0] = 40.0
     seed, position = torch.arange(40) * 2**35 - 2**40, torch.arange(40) + 2**33
-    (score, _), token = race(scaled, 5, seed, position)
+    (score, _), token = gumbel_max(scaled, 5, seed, position)
     for r in range(40):
         if r == 3:
             assert score[r] == -INF

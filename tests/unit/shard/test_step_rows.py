@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from actors.messages import Admission, RowKind, SamplingSpec, StepInput
-from actors.shard.progress import SlotProgress
+from actors.shard.slot_lengths import SlotLengths
 from actors.shard.step_rows import StepRows
 from kernels_integration.errors import ProtocolError
 from kernels_integration.token_marks import MASKED
@@ -37,7 +37,7 @@ def _step(kinds, ks, starts, chunk_lens=()) -> StepInput:
 
 def _rows(kinds, ks, starts, chunk_lens=()) -> StepRows:
     """As a shard unpacks them that has come so far; the message does not know where its verifies start."""
-    progress = SlotProgress(len(kinds))
+    progress = SlotLengths(len(kinds))
     for slot in range(len(kinds)):
         progress.admit(
             Admission(slot=slot, admission=slot, limit=1000, prompt_len=1, seed=0, sampling=SamplingSpec())
@@ -91,7 +91,7 @@ def test_emitted_tokens_of_a_mixed_step():
 
 
 def test_a_message_that_expects_another_length_is_an_error():
-    progress = SlotProgress(1)
+    progress = SlotLengths(1)
     progress.admit(Admission(slot=0, admission=0, limit=99, prompt_len=1, seed=0, sampling=SamplingSpec()))
     progress.advance(np.array([0]), np.array([10], np.int32))
     with pytest.raises(ProtocolError, match="another length"):

@@ -15,7 +15,7 @@ def check_agreement(holds: bool | np.bool_, otherwise: str) -> None:
         raise ProtocolError(f"the shard and the coordinator disagree: {otherwise}")
 
 
-class SlotProgress:
+class SlotLengths:
     """Owner of every slot's admission, limit, length and anchor; set at admission, then by each step.
 
     All ranks of a group accept the same tokens, so they agree without talking.

@@ -59,7 +59,7 @@ class Scores(NamedTuple):
         return Scores(value.squeeze(dim), rest.squeeze(dim)), tokens
 
 
-def race(
+def gumbel_max(
     scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose = Purpose.COUPLED
 ) -> tuple[Scores, Tensor]:
     """([R] best s + gumbel, [R] int64 its token id); equal scores: the lower id.
@@ -74,10 +74,10 @@ def race(
     for row in range(0, num_rows, rows_at_once):
         part = slice(row, row + rows_at_once)
         first = scaled[part, :columns_at_once]
-        score, token = _race(first, vocab_start, seed[part], position[part], purpose)
+        score, token = _gumbel_max(first, vocab_start, seed[part], position[part], purpose)
         for column in range(columns_at_once, count, columns_at_once):
             columns = scaled[part, column : column + columns_at_once]
-            later_score, later_token = _race(
+            later_score, later_token = _gumbel_max(
                 columns, vocab_start + column, seed[part], position[part], purpose
             )
             both = Scores(*map(torch.stack, zip(score, later_score, strict=True)))
@@ -87,7 +87,7 @@ def race(
     return Scores(*map(torch.cat, zip(*scores, strict=True))), torch.cat(tokens)
 
 
-def _race(
+def _gumbel_max(
     scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose
 ) -> tuple[Scores, Tensor]:
     bits = random_bits(seed, position, vocab_start, scaled.shape[1], purpose)
