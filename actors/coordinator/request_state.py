@@ -38,11 +38,11 @@ class RequestState:
         "num_reserved_tokens",
         "prompt_logprobs",
         "publish_at",
-        "turn",
         "request",
         "slot",
         "stop",
         "tokens",
+        "turn",
     )
 
     def __init__(
