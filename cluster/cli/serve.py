@@ -3,6 +3,8 @@
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import closing
 from types import FrameType
 from typing import Annotated
@@ -73,16 +75,24 @@ def serve(
         raise UnavailableError(failure)
 
 
-def _stop_on_signals() -> threading.Event:
-    """Set by the first SIGINT or SIGTERM; the second one ends the command."""
+_ONE_SIGNAL_S = 1.0
+"""`timeout`, `uv run` and the like pass a signal on that the whole group has got already."""
+
+
+def _stop_on_signals(clock: Callable[[], float] = time.monotonic) -> threading.Event:
+    """Set by the first SIGINT or SIGTERM; a second one, unless it comes with the first, ends the command."""
     stop = threading.Event()
     before = {number: signal.getsignal(number) for number in ENDING}
+    first_s = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
         ending = before[signal.Signals(number)]
-        if stop.is_set() and callable(ending):
+        if not stop.is_set():
+            first_s = clock()
+            stop.set()
+        elif callable(ending) and clock() - first_s >= _ONE_SIGNAL_S:
             ending(number, frame)
-        stop.set()
 
     for number in ENDING:
         signal.signal(number, handle)

@@ -366,3 +366,7 @@ class ServeArgs(EngineArgs):
         Size,
         Setting("Bytes of one gRPC message, at most, in both directions.", group="Server"),
     ] = 16 * 2**20
+
+    def ports_by_flag(self) -> dict[str, int | None]:
+        """The ports to listen on by the flags that give them; 0: a free one, None: not served."""
+        return {"--port": self.port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}

@@ -22,6 +22,9 @@ OTHER_VARIABLES = {
 }
 """Variables that are no settings of an engine, and what they mean."""
 
+MAX_FILE_BYTES = 2**20
+"""Of a config file: some 40 settings, one a line."""
+
 Args = TypeVar("Args", bound=EngineArgs)
 Args_co = TypeVar("Args_co", bound=EngineArgs, covariant=True)
 Spelling = Literal["flag", "keyword"]
@@ -119,7 +122,13 @@ def _environment_layer(environ: Mapping[str, str]) -> _Layer:
 
 def _file_layer(path: Path) -> _Layer:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # a pipe will do; /dev/zero has no end
+            written = file.read(MAX_FILE_BYTES + 1)
+        if len(written) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"config file {path} has more than {MAX_FILE_BYTES} bytes; pass settings, one a line"
+            )
+        content = yaml.safe_load(written.decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}; pass a YAML file") from error
     except (

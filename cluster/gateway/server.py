@@ -135,15 +135,32 @@ class GatewayServer:
         self._stopped.set()
 
 
-def require_free(host: str, port: int) -> None:
-    """Errors: ConfigError when the port is taken or the host is not of this machine.
+def require_free_ports(host: str, ports: Mapping[str, int | None]) -> None:
+    """`require_free` for the ports of a server that is to start, by their flags; None: not wanted.
+
+    Errors: ConfigError, also when two flags give one port.
+    """
+    flags: dict[int, str] = {}
+    for flag, port in ports.items():
+        if port and port in flags:
+            raise ConfigError(
+                f"{flags[port]} and {flag} are both {port}; pass another {flag} (0 takes a free one)"
+            )
+        flags[port or 0] = flag
+    for flag, port in ports.items():
+        if port is not None:
+            require_free(host, port, flag=flag)
+
+
+def require_free(host: str, port: int, *, flag: str = "--port") -> None:
+    """Errors: ConfigError when the port, which `flag` gives, is taken or the host is not of this machine.
 
     Binds every address of the host once: gRPC is content with one of them, and says less when it fails.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise _cannot_listen(host, port, str(error)) from error
+        raise _cannot_listen(host, port, str(error), flag) from error
     for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -155,17 +172,17 @@ def require_free(host: str, port: int) -> None:
                 if error.errno == errno.EADDRINUSE:
                     raise ConfigError(
                         f"port {port} of {host} is in use; stop the server that has it, "
-                        "or pass another --port (0 takes a free one)"
+                        f"or pass another {flag} (0 takes a free one)"
                     ) from error
                 if error.errno == errno.EADDRNOTAVAIL and len(addresses) > 1:
                     continue  # localhost may name ::1 where IPv6 is off
-                raise _cannot_listen(host, port, str(error)) from error
+                raise _cannot_listen(host, port, str(error), flag) from error
 
 
-def _cannot_listen(host: str, port: int, cause: str) -> ConfigError:
+def _cannot_listen(host: str, port: int, cause: str, flag: str = "--port") -> ConfigError:
     return ConfigError(
         f"cannot listen on {_joined(host, port)}: {cause}; pass an address of this machine as --host "
-        "(0.0.0.0 for all) and a port that you may use as --port"
+        f"(0.0.0.0 for all) and a port that you may use as {flag}"
     )
 
 

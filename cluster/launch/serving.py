@@ -22,7 +22,7 @@ import ray
 import ray.exceptions
 
 from cluster.gateway.gateway_actor import GatewayActor
-from cluster.gateway.server import require_free
+from cluster.gateway.server import require_free_ports
 
 _START_TIMEOUT_S = 120.0
 _STOP_MARGIN_S = 10.0
@@ -118,10 +118,8 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     Errors: ConfigError, CheckpointError, ClusterTooSmallError, UnavailableError. Nothing is left behind.
     """
     config = resolve(args)
-    for port in (args.metrics_port, args.http_port):
-        if port:
-            require_free(args.host, port)
-    require_free(args.host, args.port)  # told in the first second, not after the model has loaded
+    # told in the first second, not after the model has loaded
+    require_free_ports(args.host, args.ports_by_flag())
     require_memory(config, address=args.address)
     trace_file = None if args.trace is None else TraceFile(args.trace)
     group = launch_group(config, address=args.address, progress=progress, with_gateway=True)

@@ -189,10 +189,14 @@ def _shared_memory() -> Check:
 
 
 def _port(args: ServeArgs) -> Check:
-    from cluster.gateway.server import require_free
+    from cluster.gateway.server import require_free_ports
 
-    require_free(args.host, args.port)
-    return Check(name="port", status="ok", detail=f"{args.host}:{args.port} is free")
+    ports = args.ports_by_flag()
+    require_free_ports(args.host, ports)
+    told = [
+        f"{port} is free" if port else "serve takes a free one" for port in ports.values() if port is not None
+    ]
+    return Check(name="port", status="ok", detail=f"{args.host}: {', '.join(told)}")
 
 
 def _ray(args: ServeArgs) -> Iterator[Check]:

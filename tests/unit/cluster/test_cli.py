@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -373,3 +374,23 @@ def test_every_parameter_is_in_the_page_on_sampling() -> None:
     page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
     table = page[page.index("| parameter |") :].split("\n\n")[0]
     assert [name for name in PARAMETERS if f"`{name}`" not in table] == []
+
+
+def test_serve_refuses_one_port_for_two_servers_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flags, told in (
+            (
+                ("--port", "1", "--http-port", "1"),
+                "--port and --http-port are both 1; pass another --http-port",
+            ),
+            (
+                ("--port", "0", "--http-port", str(port)),
+                "is in use; stop the server that has it, or pass another --http-port",
+            ),
+            (("--port", "0", "--metrics-port", str(port)), "or pass another --metrics-port"),
+        ):
+            assert run("serve", *flags, "--kv-cache-memory-bytes", "60T") == 2
+            assert told in capsys.readouterr().err
+            run("doctor", *flags)
+            assert told in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Sources of settings: precedence, parsing, and what is said of mistakes."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -231,3 +232,15 @@ def test_a_new_field_is_a_setting_everywhere() -> None:
 
     app.command()(with_settings(Larger)(command))
     assert CliRunner().invoke(app, ["--more", "5"]).output == "5\n"
+
+
+def test_a_config_file_is_read_to_a_bound_and_may_be_a_pipe() -> None:
+    with pytest.raises(ConfigError, match="config file /dev/zero has more than 1048576 bytes"):
+        load(file=Path("/dev/zero"))
+    read, write_end = os.pipe()
+    os.write(write_end, b"\xef\xbb\xbfblock-size: 8\n")
+    os.close(write_end)
+    try:
+        assert load(file=Path(f"/dev/fd/{read}")).args.block_size == 8
+    finally:
+        os.close(read)
