@@ -12,7 +12,7 @@ from cluster.answering.engine import Engine
 from cluster.batch.rows import BatchRow, RowError, answered_row, failed_row, parse_row
 from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import OutputBuilder
-from kernels_integration.errors import InvalidRequestError, LatentrayError, UnavailableError
+from kernels_integration.errors import InvalidRequestError, LatentrayError, UnavailableError, shown
 
 REORDER_WINDOW = 1024
 """Rows that may be finished or in flight beyond the oldest unfinished one: bounds what is kept in memory."""
@@ -104,7 +104,7 @@ class _Run:
             custom_id = pending.row.custom_id
             if custom_id in self._custom_ids:
                 raise InvalidRequestError(
-                    f"custom_id {custom_id!r} is taken by an earlier row; make each one unique",
+                    f"custom_id {shown(custom_id)} is taken by an earlier row; make each one unique",
                     field="custom_id",
                 )
             self._custom_ids.add(custom_id)

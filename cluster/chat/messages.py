@@ -16,7 +16,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     """Messages whose content is one text. Errors: InvalidRequestError naming the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
-            f"messages is {messages!r}; it must be a non-empty list of messages with role and content",
+            f"messages is {shown(messages)}; it must be a non-empty list of messages with role and content",
             field="messages",
         )
     return [_checked_message(i, message) for i, message in enumerate(messages)]
@@ -59,7 +59,7 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequestError(
-            f"{field}.role is {role!r}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
+            f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
         )
     given = _without_nothing(message)
     content = given.get("content", "")
@@ -80,6 +80,6 @@ def _text_of_part(field: str, part: object) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise InvalidRequestError(
-        f"{field}.content holds a part of type {kind!r}; only text parts are supported",
+        f"{field}.content holds a part of type {shown(kind)}; only text parts are supported",
         field=f"{field}.content",
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.chat.process import TemplateProcess
-from kernels_integration.errors import CheckpointError, InvalidRequestError
+from kernels_integration.errors import CheckpointError, InvalidRequestError, shown
 
 RESERVED = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that are arguments of their own."""
@@ -48,8 +48,8 @@ class ChatTemplate:
         for name in more:
             if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
                 raise InvalidRequestError(
-                    f"chat_template_kwargs holds {name!r}; it must hold names of the template's variables, "
-                    f"without {', '.join(RESERVED)}",
+                    f"chat_template_kwargs holds {shown(name)}; it must hold names of the template's "
+                    f"variables, without {', '.join(RESERVED)}",
                     field="chat_template_kwargs",
                 )
         variables = dict(special_tokens or {}) | {"documents": None} | more

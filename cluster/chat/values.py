@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidRequestError, shown
 
 
 class NoContent(str):
@@ -73,12 +73,13 @@ def checked_tool_calls(index: int, message: Mapping[str, Any]) -> list[Mapping[s
     calls = message.get("tool_calls") or []
     field = f"messages[{index}].tool_calls"
     if not isinstance(calls, list):
-        raise InvalidRequestError(f"{field} is {calls!r}; it must be a list", field=field)
+        raise InvalidRequestError(f"{field} is {shown(calls)}; it must be a list", field=field)
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequestError(
-                f"{field}[{i}] is {call!r}; it must be an object whose function has a name and arguments",
+                f"{field}[{i}] is {shown(call)}; it must be an object whose function "
+                "has a name and arguments",
                 field=f"{field}[{i}]",
             )
     return calls
@@ -98,7 +99,7 @@ def tool_arguments(call: Mapping[str, Any], field: str) -> Arguments:
         values = None
     if not isinstance(values, dict):
         raise InvalidRequestError(
-            f"{field}.function.arguments is {given!r}; it must be a JSON object, or the text of one",
+            f"{field}.function.arguments is {shown(given)}; it must be a JSON object, or the text of one",
             field=f"{field}.function.arguments",
         )
     return Arguments(values, given or "{}")

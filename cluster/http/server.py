@@ -15,7 +15,7 @@ from cluster.gateway.metrics_server import metrics_response
 from cluster.http.completions import Completions, json_object
 from cluster.http.errors import in_envelope
 from cluster.openai.bodies import ENDPOINTS
-from kernels_integration.errors import ConfigError, InvalidRequestError, UnknownModelError, shown
+from kernels_integration.errors import ConfigError, InvalidRequestError, UnknownModelError, shortened, shown
 
 _CLOSE_GRACE_S = 0.5
 _MAX_HEADER_BYTES = 16 * 2**10
@@ -157,5 +157,6 @@ def _require_fields(body: dict[str, Any], legal: set[str]) -> None:
     for name in body:
         if name not in legal:
             raise InvalidRequestError(
-                f"parameter {shown(name)} is unknown; there are {', '.join(sorted(legal))}", field=name
+                f"parameter {shown(name)} is unknown; there are {', '.join(sorted(legal))}",
+                field=shortened(name),
             )

@@ -4,6 +4,7 @@ A parameter that another server would understand and this one does not is an err
 unless its value asks for nothing ("best_of": 1, "stream": false).
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, Protocol
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 from actors.requests import Request
 from actors.sampling_params import PARAMETERS, SamplingParams
 from cluster.frontend.front_end import ModelFrontend
-from kernels_integration.errors import InvalidRequestError, UnknownModelError, shown
+from kernels_integration.errors import InvalidRequestError, UnknownModelError, shortened, shown
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -115,7 +116,7 @@ class ChatBody(_SamplingBody):
         """Errors: InvalidRequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError(
-                f"top_logprobs is {self.top_logprobs!r} without logprobs; set logprobs to true",
+                f"top_logprobs is {shown(self.top_logprobs)} without logprobs; set logprobs to true",
                 field="top_logprobs",
             )
         prompt = frontend.render_chat(
@@ -152,7 +153,7 @@ class CompletionsBody(_SamplingBody):
             prompt = prompt[0]
         if not isinstance(prompt, str | list):
             raise InvalidRequestError(
-                f"prompt is {prompt!r}; it must be text or a list of token ids", field="prompt"
+                f"prompt is {shown(prompt)}; it must be text or a list of token ids", field="prompt"
             )
         return prompt
 
@@ -183,7 +184,7 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
         field = str(first["loc"][0])
         if first["type"] == "missing":
             raise InvalidRequestError(f"{field} is missing; {url} needs it", field=field) from error
-        raise InvalidRequestError(f"{field} is {body[field]!r}; {first['msg']}", field=field) from error
+        raise InvalidRequestError(f"{field} is {shown(body[field])}; {first['msg']}", field=field) from error
 
 
 def check_model(body: Body, frontend: ModelFrontend) -> None:
@@ -199,14 +200,15 @@ def _check_unsupported(legal: Iterable[str], name: str, value: object) -> None:
     if name not in _NEUTRAL:
         close = get_close_matches(name, list(legal), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
+        name = shortened(name)
         raise InvalidRequestError(f"parameter {name} is unknown{hint}", field=name)
     # type() keeps true from passing for 1
     if not any(
         value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
         for neutral in _NEUTRAL[name]
     ):
-        neutral = " or ".join(repr(v) for v in _NEUTRAL[name])
+        neutral = " or ".join(json.dumps(v) for v in _NEUTRAL[name])
         rule = f"leave it out or use {neutral}" if neutral else "leave it out"
         raise InvalidRequestError(
-            f"parameter {name} is {value!r}, which is not supported; {rule}", field=name
+            f"parameter {name} is {shown(value)}, which is not supported; {rule}", field=name
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.chat.values import checked_tool_calls, tool_arguments
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidRequestError, shown
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -167,7 +167,8 @@ def _function(index: int, tool: object) -> Mapping[str, Any]:
     if isinstance(function, Mapping):
         return function
     raise InvalidRequestError(
-        f"tools of messages[{index}] hold {tool!r}; each must be an object of type function with a function",
+        f"tools of messages[{index}] hold {shown(tool)}; each must be an object of type function "
+        "with a function",
         field="tools",
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.tokenizer.deepseek_v32_encoding import DeepseekV32Encoding
 from cluster.tokenizer.fast_tokenizer import FastTokenizer
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidRequestError, shown
 
 _SWITCHES = ("thinking", "enable_thinking", "drop_thinking")
 
@@ -32,7 +32,7 @@ class DeepseekV32Tokenizer(FastTokenizer):
         for name, value in switches.items():
             if name not in _SWITCHES or not isinstance(value, bool):
                 raise InvalidRequestError(
-                    f"chat_template_kwargs holds {name!r}: {value!r}; DeepSeek-V3.2's encoding has "
+                    f"chat_template_kwargs holds {shown(name)}: {shown(value)}; DeepSeek-V3.2's encoding has "
                     f"{', '.join(_SWITCHES)}, which are true or false",
                     field="chat_template_kwargs",
                 )

@@ -182,3 +182,47 @@ def test_another_model_is_refused(frontend: ModelFrontend) -> None:
     check_model(parse_body(CHAT, {"messages": MESSAGES, "model": "tiny-dsa"}), frontend)
     with pytest.raises(InvalidRequestError, match="model is 'gpt'; the model served here is 'tiny-dsa'"):
         check_model(parse_body(CHAT, {"messages": MESSAGES, "model": "gpt"}), frontend)
+
+
+LONG = "x" * 300_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {LONG: 1},
+        {"suffix": LONG},
+        {"tools": [LONG]},
+        {"response_format": {"type": LONG}},
+        {"stream": LONG},
+        {"model": LONG},
+        {"max_tokens": LONG},
+        {"stop": [LONG]},
+        {"logit_bias": {LONG: 1}},
+        {"chat_template_kwargs": {"messages" + LONG: 1, LONG: {1}}},
+        {"top_logprobs": LONG},
+        {"messages": LONG},
+        {"messages": [LONG]},
+        {"messages": [{"role": LONG, "content": "x"}]},
+        {"messages": [{"role": "user", "content": {"a": LONG}}]},
+        {"messages": [{"role": "user", "content": [{"type": LONG}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": LONG}]},
+        {"messages": [{"role": "assistant", "tool_calls": [LONG]}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{" + LONG}}]}
+            ]
+        },
+    ],
+    ids=lambda body: str(body)[:60],
+)
+def test_a_refusal_never_sends_the_body_back(frontend: ModelFrontend, body: dict[str, Any]) -> None:
+    def read() -> None:
+        parsed = parse_body(CHAT, {"messages": MESSAGES} | body, may_stream=True)
+        check_model(parsed, frontend)
+        parsed.to_request("id", frontend)
+
+    with pytest.raises(InvalidRequestError) as refused:
+        read()
+    assert len(str(refused.value)) < 1000
+    assert len(refused.value.field or "") < 1000
