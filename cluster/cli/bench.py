@@ -23,8 +23,10 @@ def bench(
     drafts: Annotated[
         str, typer.Option("--drafts", metavar="K,K,...", help="Values of --num-speculative-tokens.")
     ] = "0,3",
-    input_len: Annotated[int, typer.Option("--input-len", min=1, help="Prompt tokens.")] = 64,
-    output_len: Annotated[int, typer.Option("--output-len", min=2, help="Completion tokens.")] = 128,
+    input_len: Annotated[int, typer.Option("--input-len", metavar="N", min=1, help="Prompt tokens.")] = 64,
+    output_len: Annotated[
+        int, typer.Option("--output-len", metavar="N", min=2, help="Completion tokens.")
+    ] = 128,
     reference: Annotated[
         bool, typer.Option("--reference/--no-reference", help="Measure transformers in the same run.")
     ] = True,

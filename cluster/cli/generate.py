@@ -33,7 +33,7 @@ def generate(
     sampling: dict[str, Any],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="Prompts; none or - reads one from stdin."),
+        typer.Argument(metavar="PROMPT", help="Prompts; none or - reads one from stdin."),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's message.")] = False,
     chat_template_kwargs: Annotated[

@@ -28,6 +28,8 @@ class SectionedCommand(TyperCommand):
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, TyperArgument):
+                record = (str(param.metavar), record[1])  # typer adds Python's type
             if record is not None:
                 sections.setdefault(_section_of(param), []).append(record)
         for title, records in sections.items():

@@ -16,7 +16,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
 
 
 def in_words(value: object) -> str:
-    """A value as people write it: "none" for None and for nothing in a list, lists as in JSON."""
+    """A value as people write it: "none" for None and for nothing in a list, lists as in JSON, few digits."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None or value in ((), [], {}):
@@ -24,4 +24,8 @@ def in_words(value: object) -> str:
     if isinstance(value, tuple | list):
         plain = all(isinstance(entry, str | int | float) for entry in value)
         return ", ".join(map(in_words, value)) if plain else json.dumps(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {in_words(entry)}" for name, entry in value.items())
+    if isinstance(value, float):
+        return str(round(value, 3) if abs(value) >= 1 else float(f"{value:.4g}"))
     return str(value)

@@ -115,6 +115,16 @@ def test_no_python_is_shown_to_people(capsys: pytest.CaptureFixture[str]) -> Non
     assert [in_words(v) for v in (None, (), [], True, (1, 2), ["a"], 0)] == [
         *("none", "none", "none", "true", "1, 2", "a", "0")
     ]
+    numbers = {"temperature": 0.7, "seen": 12345.67891, "eps": 1.23456e-7, "drains": False}
+    assert in_words(numbers) == "temperature 0.7, seen 12345.679, eps 1.235e-07, drains false"
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "bench", "serve", "batch", "status", "doctor"])
+def test_help_tells_no_types_of_python(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"<(list|str|int|float|bool|path)\b", text), text
+    assert "]...]" not in text
 
 
 def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
