@@ -14,8 +14,8 @@ from cluster import __version__
 from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status
 from cluster.cli.sections import SectionedCommand, SectionedGroup
 from cluster.config.other_engines import refuse_foreign
-from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_TERMINATED, outcome
-from cluster.launch.signals import exit_on_sigterm
+from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, outcome
+from cluster.launch.signals import unwind_on_signals
 from kernels_integration.errors import LatentrayError
 
 app = typer.Typer(
@@ -62,7 +62,7 @@ def _version() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with one of cluster.errors.EXIT_CODES."""
-    received = exit_on_sigterm()
+    received = unwind_on_signals()
     try:
         _refuse_foreign_flags(sys.argv[1:] if argv is None else argv)
         app(args=argv, prog_name="latentray")
@@ -71,11 +71,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(outcome(error).exit_code)
     except SystemExit:
         if received:
-            sys.exit(EXIT_TERMINATED)
+            sys.exit(128 + received[0])
         raise
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:
+        if received:
+            sys.exit(128 + received[0])
         traceback.print_exc()
         print("latentray: internal error; please report it with the lines above", file=sys.stderr)
         sys.exit(EXIT_INTERNAL)

@@ -75,8 +75,9 @@ def serve(
         raise UnavailableError(failure)
 
 
-_ONE_SIGNAL_S = 1.0
-"""`timeout`, `uv run` and the like pass a signal on that the whole group has got already."""
+_ONE_SIGNAL_S = 2.0
+"""`timeout`, `uv run` and the like pass a signal on that the whole group has got already; it may be
+seen late, because Ray's calls look for signals once a second."""
 
 
 def _stop_on_signals(clock: Callable[[], float] = time.monotonic) -> threading.Event:

@@ -10,19 +10,23 @@ from types import FrameType
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def exit_on_sigterm() -> list[int]:
-    """Unwind at SIGTERM as at Ctrl-C, so that what was started is stopped, with exit code 143.
+def unwind_on_signals() -> list[int]:
+    """Unwind at SIGTERM as at Ctrl-C, so that what was started is stopped, with exit code 143 or 130.
 
-    The list holds the signal once it has come: where it interrupts a call of Ray's, Ray raises SystemExit(1)
-    in the place of ours.
+    The list holds the signals that have come: where one interrupts a call of Ray's, Ray raises SystemExit(1)
+    in the place of ours, and where one interrupts an import, that may be swallowed and show as any error.
     """
     received: list[int] = []
 
     def unwind(number: int, _frame: FrameType | None) -> None:
         received.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, unwind)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C
+        signal.signal(signal.SIGINT, unwind)
     return received
 
 
