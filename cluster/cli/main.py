@@ -3,6 +3,7 @@
 A user's mistake gives a message on stderr and an exit code, never a traceback.
 """
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from cluster import __version__
 from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status
 from cluster.cli.sections import SectionedCommand, SectionedGroup
 from cluster.config.other_engines import refuse_foreign
-from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, outcome
+from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, outcome
 from cluster.launch.signals import unwind_on_signals
 from kernels_integration.errors import LatentrayError
 
@@ -60,6 +61,10 @@ def _version() -> None:
     typer.echo(__version__)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk says to the command's own output; files that flags name have messages of their own."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with one of cluster.errors.EXIT_CODES."""
     received = unwind_on_signals()
@@ -69,15 +74,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     except LatentrayError as error:
         print(f"latentray: {error}", file=sys.stderr)
         sys.exit(outcome(error).exit_code)
-    except SystemExit:
+    except SystemExit as ended:
         if received:
             sys.exit(128 + received[0])
+        if ended.code == 1:  # typer's for a pipe that its reader has closed
+            sys.exit(EXIT_UNAVAILABLE)
         raise
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-    except Exception:
+    except Exception as error:
         if received:
             sys.exit(128 + received[0])
+        if isinstance(error, OSError) and error.errno in _FULL:
+            print(f"latentray: the output takes no more: {error.strerror}", file=sys.stderr)
+            sys.exit(EXIT_UNAVAILABLE)
         traceback.print_exc()
         print("latentray: internal error; please report it with the lines above", file=sys.stderr)
         sys.exit(EXIT_INTERNAL)

@@ -24,6 +24,7 @@ OTHER_VARIABLES = {
 
 MAX_FILE_BYTES = 2**20
 """Of a config file: some 40 settings, one a line."""
+MAX_FILE_VALUES = 10_000
 
 Args = TypeVar("Args", bound=EngineArgs)
 Args_co = TypeVar("Args_co", bound=EngineArgs, covariant=True)
@@ -137,6 +138,8 @@ def _file_layer(path: Path) -> _Layer:
         RecursionError,
     ) as error:  # such as a date without its month, deep nests
         raise ConfigError(f"config file {path} is no YAML: {error}; pass settings, one a line") from error
+    if _is_longer(content, MAX_FILE_VALUES):  # a few aliases (*a) make as many as one likes
+        raise ConfigError(f"config file {path} holds more than {MAX_FILE_VALUES} values; leave out aliases")
     if content is None:
         content = {}
     if not isinstance(content, dict):
@@ -161,6 +164,19 @@ def _file_layer(path: Path) -> _Layer:
             values[field] = value
             names[field] = str(key)
     return _Layer(values=values, names=names, origin=f"file {path}:")
+
+
+def _is_longer(content: object, most: int) -> bool:
+    """Whether nested lists and mappings hold more values than `most`, or themselves."""
+    pending, count = [content], 0
+    while pending and count <= most:
+        node = pending.pop()
+        count += 1
+        if isinstance(node, dict):
+            pending += [*node.keys(), *node.values()]
+        elif isinstance(node, list | tuple | set):
+            pending += node
+    return count > most
 
 
 def _with_one_speculative_spelling(layer: _Layer) -> _Layer:

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -404,3 +406,16 @@ def test_serve_refuses_one_port_for_two_servers_before_it_starts(capsys: pytest.
             assert told in capsys.readouterr().err
             run("doctor", *flags)
             assert told in capsys.readouterr().out
+
+
+def test_an_output_that_takes_no_more_is_no_fault_of_ours() -> None:
+    command = [sys.executable, "-m", "cluster", "config", "show"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, "Traceback" in done.stderr) == (4, False), done.stderr
+    assert "the output takes no more: No space left on device" in done.stderr
+    read, write_end = os.pipe()
+    os.close(read)
+    closed = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(write_end)
+    assert (closed.returncode, "Traceback" in closed.stderr) == (4, False), closed.stderr

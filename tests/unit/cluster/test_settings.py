@@ -234,6 +234,15 @@ def test_a_new_field_is_a_setting_everywhere() -> None:
     assert CliRunner().invoke(app, ["--more", "5"]).output == "5\n"
 
 
+@pytest.mark.parametrize("last", ["model: *a8", "model: &b [*b]"], ids=["many", "itself"])
+def test_a_config_file_of_endless_aliases_is_refused(tmp_path: Path, last: str) -> None:
+    lines = ["- &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"- &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    text = "trace:\n" + "".join(f"  {line}\n" for line in lines) if "a8" in last else ""
+    with pytest.raises(ConfigError, match="holds more than 10000 values"):
+        load(file=write(tmp_path / "c.yaml", text + last))
+
+
 def test_a_config_file_is_read_to_a_bound_and_may_be_a_pipe() -> None:
     with pytest.raises(ConfigError, match="config file /dev/zero has more than 1048576 bytes"):
         load(file=Path("/dev/zero"))
