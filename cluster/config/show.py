@@ -25,7 +25,7 @@ def effective_settings(settings: Settings[EngineArgs], group: GroupConfig) -> li
         if field == "speculative_config":  # shown as num_speculative_tokens
             continue
         given = getattr(settings.args, field)
-        value = final.get(field, given)
+        value = given if field == "trace" else final.get(field, given)  # a group knows only whether
         origin = settings.origins[field]
         if given in (None, "auto") and value != given:
             origin = f"derived from {given}" if origin != "default" else "derived"

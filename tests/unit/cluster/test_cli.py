@@ -129,6 +129,13 @@ def test_help_tells_no_types_of_python(command: str, capsys: pytest.CaptureFixtu
     assert "]...]" not in text
 
 
+def test_config_show_tells_the_file_of_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "trace.json")
+    for flags, row in (((), "none default"), (("--trace", file), f"{file} flag --trace")):
+        assert run("config", "show", *flags) == 0
+        assert f"trace {row}" in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
 def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "schema") == 0
     assert "tensor_parallel_size" in json.loads(capsys.readouterr().out)["properties"]
