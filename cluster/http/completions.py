@@ -152,7 +152,14 @@ class EventStream:
 
 
 async def json_object(http: web.Request) -> dict[str, Any]:
-    """The body. Errors: InvalidRequestError when it is no JSON object."""
+    """The body. Errors: InvalidRequestError when it is no JSON object.
+
+    A page in a browser may send text or forms anywhere; only JSON asks the server first whether it may.
+    """
+    if http.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(
+            reason=f"Content-Type is {shown(http.content_type)}; it must be application/json"
+        )
     content = await http.read()
     try:
         found = json.loads(content)

@@ -43,6 +43,7 @@ async def client(server: GatewayServer) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def post(server: GatewayServer, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | headers
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"http://127.0.0.1:{server.http_port}{path}", data=data, headers=headers) as answer,
@@ -157,6 +158,9 @@ async def test_paths_methods_headers_and_sizes(serve: Serve) -> None:
         assert (found.status, "POST" in (await found.json())["error"]["message"]) == (405, True)
     status, answer, _ = await post(server, "/v1/completions", {"prompt": "x" * 4096})
     assert (status, "2048" in answer["error"]["message"]) == (413, True)
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        status, answer, _ = await post(server, "/v1/completions", {"prompt": "x"}, **{"Content-Type": kind})
+        assert (status, "must be application/json" in answer["error"]["message"]) == (415, True)
     status, answer, _ = await post(server, "/v1/completions", {"prompt": "x"}, **{"X-Request-Timeout": "0"})
     assert (status, answer["error"]["param"]) == (400, "X-Request-Timeout")
     status, answer, _ = await post(server, "/v1/completions", {"prompt": [5], "max_tokens": 256})
