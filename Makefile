@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SMG_VERSION := 1.13.0
-# Two workers; what needs the machine for itself (Ray, servers) stays together on one of them.
-SPREAD := -n 2 --dist loadgroup
+# Two workers for what only computes; what starts Ray and servers, or watches clocks, then runs one at a time.
+SPREAD := -n 2 --maxschedchunk 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup setup-dev demo serve test test-all test-fast test-gpu lint format clean
@@ -42,13 +42,15 @@ serve: setup  ## serve the bundled checkpoint; pass flags with ARGS="-tp 2 --por
 	$(BIN)/latentray serve $(ARGS)
 
 test: setup-dev  ## all tests: unit, Ray, gateway, end to end; of large products a sample
-	$(PYTEST) $(SPREAD) tests
+	$(PYTEST) $(SPREAD) -m "not alone" tests
+	$(PYTEST) -m alone tests
 
 test-all: setup-dev  ## the same with every case of every product (nightly)
-	$(PYTEST) $(SPREAD) --all-cases tests
+	$(PYTEST) $(SPREAD) --all-cases -m "not alone" tests
+	$(PYTEST) --all-cases -m alone tests
 
 test-fast: setup-dev  ## unit tests only: no Ray, no sockets
-	$(PYTEST) $(SPREAD) tests/unit -m "not slow"
+	$(PYTEST) $(SPREAD) tests/unit -m "not slow and not alone"
 
 test-gpu:  ## kernels on a GPU, with the python that has its torch: make test-gpu PYTHON=python3
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 8 -o addopts="-ra --strict-markers" tests/gpu

@@ -1,4 +1,4 @@
-"""How a run chooses and spreads tests: samples of large products, and what must run one at a time."""
+"""How a run chooses tests: samples of large products, and what must run one at a time."""
 
 import os
 import random
@@ -31,15 +31,15 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep `num` cases of each test marked product(num); give all that needs the machine to one worker."""
+    """Keep `num` cases of each test marked product(num); mark as `alone` all that needs the machine."""
     if not config.getoption("--all-cases"):
         dropped = _not_in_sample(items, config.getoption("--sample-seed"))
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     for item in items:
-        alone = any(item.get_closest_marker(name) for name in ("ray", "gateway", "alone"))
-        if alone or item.nodeid.startswith(ONE_AT_A_TIME):
-            item.add_marker(pytest.mark.xdist_group("one at a time"))
+        needs = any(item.get_closest_marker(name) for name in ("ray", "gateway"))
+        if needs or item.nodeid.startswith(ONE_AT_A_TIME):
+            item.add_marker(pytest.mark.alone)
 
 
 def _not_in_sample(items: list[pytest.Item], seed: str) -> set[pytest.Item]:

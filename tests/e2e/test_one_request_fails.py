@@ -106,6 +106,7 @@ def plain(path: Path) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.product(6)
 @pytest.mark.parametrize("scheduling", ["sync", "deferred"])
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize(("k", "rejection"), [(0, "coupled"), (3, "coupled"), (3, "standard")])
