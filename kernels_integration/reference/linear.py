@@ -11,11 +11,12 @@ ONEDNN_MIN_PRODUCTS = 1 << 20
 Measured on an AMD EPYC, one thread, us of (MKL, oneDNN): in 256, out 384: 1 row (16, 24), 8 (36, 29),
 32 (95, 69), 128 (265, 133); out 6144: 4 rows (619, 302), 128 (4861, 2121).
 """
-MAX_KERNELS = 64
+MAX_KERNELS = 256
 """oneDNN compiles a product anew for every number of rows; it would keep 1024 kernels of 0.5 to 2 MB.
 
 A shard of the bundled model grew from 394 to 1250 MiB as its steps took new sizes. With 64 it stays below
-560, and takes 3 % more CPU time where sizes change all the time; a step needs some 30.
+560, but 32 requests with 3 drafts then run at three quarters of the speed (1002 tokens/s; 1415 with 256, 1351
+with 1024; Intel Xeon, one thread): experts see many numbers of rows in one step.
 """
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Of oneDNN and of torch's wrapper around it: both hold the same kernels; read once, at first use."""
