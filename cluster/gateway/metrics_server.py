@@ -24,17 +24,9 @@ class MetricsServer:
         application = web.Application()
         application.router.add_get("/metrics", self._metrics)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {host}:{port} for metrics: {error.strerror}; pass another --metrics-port "
-                "(0 takes a free one)"
-            ) from error
+        port = await listen(runner, host, port, what="metrics", flag="--metrics-port")
         self._runner = runner
-        return int(runner.addresses[0][1])
+        return port
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -42,6 +34,20 @@ class MetricsServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return metrics_response(self._registry, request)
+
+
+async def listen(runner: web.AppRunner, host: str, port: int, *, what: str, flag: str) -> int:
+    """The port (a free one for 0). Errors: ConfigError when it cannot be had; the runner is then cleaned."""
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} for {what}: {error.strerror}; pass another {flag} "
+            "(0 takes a free one)"
+        ) from error
+    return int(runner.addresses[0][1])
 
 
 def metrics_response(registry: CollectorRegistry, request: web.Request) -> web.Response:

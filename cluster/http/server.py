@@ -11,11 +11,11 @@ from cluster.answering.answering import Answering
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.metrics import GatewayMetrics
-from cluster.gateway.metrics_server import metrics_response
+from cluster.gateway.metrics_server import listen, metrics_response
 from cluster.http.completions import Completions, json_object
 from cluster.http.errors import in_envelope
 from cluster.openai.bodies import ENDPOINTS
-from kernels_integration.errors import ConfigError, InvalidRequestError, UnknownModelError, shortened, shown
+from kernels_integration.errors import InvalidRequestError, UnknownModelError, shortened, shown
 
 _CLOSE_GRACE_S = 0.5
 _MAX_HEADER_BYTES = 16 * 2**10
@@ -67,17 +67,9 @@ class HttpServer:
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
         )
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {host}:{port} for HTTP: {error.strerror}; pass another --http-port "
-                "(0 takes a free one, none serves no HTTP)"
-            ) from error
+        port = await listen(runner, host, port, what="HTTP", flag="--http-port")
         self._runner = runner
-        return int(runner.addresses[0][1])
+        return port
 
     async def stop(self) -> None:
         """Close. Requests have been drained by the owner."""
