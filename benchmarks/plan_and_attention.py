@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from benchmarks.harness import best_us, machine
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.plan import plan_from_indptr
-from kernels_integration.planner import plan_selection
 from kernels_integration.reference import attention
-from kernels_integration.rows import Selection
 
 HEADS, LATENT, ROPE, TOPK, SLOTS = 8, 128, 32, 64, 8192
 
@@ -23,8 +21,6 @@ def row_of_results(rows: int) -> list[float]:
     kv = StoredVectors.plain(values)
     o, lse = torch.empty(rows, HEADS, LATENT), torch.empty(rows, HEADS)
     plan = plan_from_indptr(kv_indptr, 1, kv_indices=kv_indices)
-    layers = [Selection(kv_indptr=kv_indptr.clone(), kv_indices=kv_indices) for _ in range(2)]
-    first = plan_selection(layers[0], 1)
 
     def fused() -> torch.Tensor:
         keys = values.index_select(0, kv_indices).view(rows, 1, TOPK, LATENT + ROPE)
@@ -32,18 +28,17 @@ def row_of_results(rows: int) -> list[float]:
 
     calls = max(5, 4096 // rows)
     plan_us = best_us(lambda: plan_from_indptr(kv_indptr, 1), calls=500)
-    reuse_us = best_us(lambda: plan_selection(layers[1], 1, like=first), calls=500)
     parts_us = best_us(lambda: plan_from_indptr(kv_indptr, 4), calls=100)
     run_us = best_us(lambda: attention.run(plan, q, kv, o, lse, sm_scale=0.1), calls=calls)
     fused_us = best_us(fused, calls=calls)
-    return [plan_us, reuse_us, parts_us, run_us, fused_us, run_us / fused_us, plan_us / run_us]
+    return [plan_us, parts_us, run_us, fused_us, run_us / fused_us, plan_us / run_us]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     print(machine())
     print(f"{TOPK} KV tokens a row, {HEADS} heads, {LATENT} + {ROPE} wide, float32, one thread; microseconds")
-    names = ("plan", "re-used", "4 parts", "run", "fused", "run/fused", "plan/run")
+    names = ("plan", "4 parts", "run", "fused", "run/fused", "plan/run")
     print(" rows", *(f"{name:>9}" for name in names))
     for rows in (4, 32, 128, 2048):
         print(f"{rows:5}", *(f"{result:9.2f}" for result in row_of_results(rows)))

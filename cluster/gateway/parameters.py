@@ -43,10 +43,6 @@ def _empty(field: str) -> Unserved:
     return Unserved(field, "empty", lambda message: not getattr(message, field))
 
 
-def _false(field: str) -> Unserved:
-    return Unserved(field, "false", lambda message: not getattr(message, field))
-
-
 UNSERVED_PARAMETERS: tuple[Unserved, ...] = (
     _present("truncate_prompt_tokens"),
     _present("json_schema"),

@@ -1,4 +1,4 @@
-"""That the planted faults still fit the code they are planted in; running them takes minutes (`python -m tests.planted_faults`)."""
+"""The planted faults fit their code. Running them takes minutes: python -m tests.planted_faults."""
 
 from pathlib import Path
 

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from kernels_integration.errors import PlanError
 from kernels_integration.plan import SparseMLAPlan, build_plan, plan_from_indptr, split_rows
 from kernels_integration.plan_check import validate_plan
-from kernels_integration.planner import plan_selection
-from kernels_integration.rows import Selection
 from tests.support.plan_reference import plan_serially
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "plan_vectors.json").read_text())["vectors"]
@@ -268,39 +266,3 @@ def test_rows_may_be_spread_over_workers_in_another_order():
     plan = build_plan([32, 17, 32, 20], 4)
     assert plan.split.work_indptr.tolist() == [0, 1, 2, 3, 4]
     validate_plan(with_split(plan, work_info=plan.split.work_info.flip(0)))
-
-
-def selection(kv_lens: list[int], first_slot: int = 0) -> Selection:
-    kv_indptr = indptr_of(kv_lens)
-    return Selection(kv_indptr=kv_indptr, kv_indices=torch.arange(int(kv_indptr[-1])) + first_slot)
-
-
-@pytest.mark.parametrize("num_parts", [1, 4])
-def test_equal_lengths_share_the_split_and_keep_their_own_indices(num_parts):
-    first, second = selection([5, 0, 700]), selection([5, 0, 700], first_slot=100)
-    plan = plan_selection(first, num_parts)
-    again = plan_selection(second, num_parts, like=plan)
-    assert again.split is plan.split
-    assert again.kv_indices is second.kv_indices
-    assert plan.kv_indices is first.kv_indices
-
-
-def test_every_selection_gets_a_plan_of_its_own_lengths():
-    plan = None
-    for kv_lens in ([5, 0, 700], [5, 0, 699], [64, 64], [5, 0, 700], [5, 0, 700]):
-        chosen = selection(kv_lens)
-        plan, expected = plan_selection(chosen, 4, like=plan), build_plan(kv_lens, 4)
-        assert all(torch.equal(getattr(plan.split, name), getattr(expected.split, name)) for name in ARRAYS)
-        assert plan.kv_indices is chosen.kv_indices
-        validate_plan(plan)
-
-
-def test_lengths_on_a_device_are_not_compared():
-    kv_indptr = torch.empty(4, dtype=torch.int32, device="meta")
-    first, second = (
-        Selection(kv_indptr=kv_indptr, kv_indices=torch.empty(9, device="meta")) for _ in range(2)
-    )
-    other = Selection(kv_indptr=kv_indptr.clone(), kv_indices=torch.empty(9, device="meta"))
-    plan = plan_selection(first, 4)
-    assert plan_selection(second, 4, like=plan).split is plan.split
-    assert plan_selection(other, 4, like=plan).split is not plan.split
