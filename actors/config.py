@@ -36,6 +36,8 @@ class GroupConfig:
     block_size: int
     """Tokens of one KV block on one DCP rank; a block-table entry covers block_size * dcp tokens."""
     num_kv_blocks: int
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights in the config's shapes; no weights are read."""
     dtype: str
     """Computation: float32, float64 or bfloat16."""
     kv_cache_dtype: str

@@ -136,6 +136,9 @@ class Checkpoint:
         """Memory for what is read; `fill` itself writes to the CPU's."""
         return torch.empty(shape, dtype=dtype, device=device)
 
+    def fills(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
     def find_bad_values(self, name: str) -> str | None:
         """Read a whole tensor, tile by tile; what is wrong with its values, None if nothing."""
         info = self.tensors[name]

@@ -4,7 +4,9 @@ T packed rows, R rows whose logits are wanted, V vocabulary.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from actors.model.checkpoint import Checkpoint
 from actors.model.config import ModelConfig
 from actors.model.decoder import DecoderLayer
+from actors.model.dummy_weights import DummyWeights
 from actors.model.load_progress import LoadProgress
 from actors.model.mla import PassContext
 from actors.model.mtp import MtpLayer
@@ -53,6 +56,7 @@ def load_model(
     expert_parallel: bool = False,
     spans: Spans | None = None,
     progress: LoadProgress | None = None,
+    load_format: Literal["auto", "dummy"] = "auto",
 ) -> "Model":
     """Rank `tp.rank`'s part of the checkpoint at `path`; only that part is read.
 
@@ -61,6 +65,7 @@ def load_model(
     num_mtp_layers: how many MTP layers to load, from the first.
     expert_parallel: whole routed experts on each rank, instead of a part of each.
     progress: told of the bytes to read and read, for other threads to look at.
+    load_format: dummy: random weights, and of `path` only its name is used.
 
     Errors: ConfigError: sizes that cannot be split so. CheckpointError: tensors that are missing, unexpected,
     wrongly shaped or not finite, files that cannot be read.
@@ -73,12 +78,19 @@ def load_model(
         )
     assert num_mtp_layers <= config.num_mtp_layers
     progress = progress or LoadProgress()
-    with Checkpoint(path, config.weight_block_size) as checkpoint:
-        required = main_tensor_shapes(config) | mtp_tensor_shapes(config, num_mtp_layers)
-        checkpoint.check(required, repeated_tensor_shapes(config) | mtp_tensor_shapes(config))
+    required = main_tensor_shapes(config) | mtp_tensor_shapes(config, num_mtp_layers)
+    with ExitStack() as opened:
+        source: Checkpoint | DummyWeights
+        stored: Mapping[str, TensorInfo] = {}
+        if load_format == "dummy":
+            source = DummyWeights(required, config.weight_block_size)
+        else:
+            source = opened.enter_context(Checkpoint(path, config.weight_block_size))
+            source.check(required, repeated_tensor_shapes(config) | mtp_tensor_shapes(config))
+            stored = source.tensors
         size = measure_shard(
             config,
-            checkpoint.tensors,
+            stored,
             dtype=dtype,
             backend=backend,
             tp=tp,
@@ -87,15 +99,11 @@ def load_model(
             expert_parallel=expert_parallel,
         )
         progress.begin(size.file_bytes)
-        checkpoint.on_read = progress.advance
+        source.on_read = progress.advance
         reader = WeightReader(
-            checkpoint=checkpoint,
-            dtype=dtype,
-            device=backend.device,
-            topology=topology,
-            rank=tp.rank,
+            checkpoint=source, dtype=dtype, device=backend.device, topology=topology, rank=tp.rank
         )
-        _require_copies(config, reader, checkpoint.tensors, num_mtp_layers)
+        _require_copies(config, reader, stored, num_mtp_layers)
         return Model(config, reader, backend, tp, dcp, num_mtp_layers=num_mtp_layers, spans=spans)
 
 

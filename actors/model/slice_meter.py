@@ -53,6 +53,9 @@ class SliceMeter:
         self.weight_bytes += data.nbytes
         return data
 
+    def fills(self, device: torch.device) -> bool:
+        return True
+
     def fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
         num_values = len(rows) * len(columns)
         info, scale = self._stored.get(name), self._stored.get(f"{name}{SCALE_SUFFIX}")

@@ -35,8 +35,12 @@ class TensorSource(Protocol):
         """Memory without content."""
         ...
 
+    def fills(self, device: torch.device) -> bool:
+        """Whether `fill` writes to memory of this device."""
+        ...
+
     def fill(self, name: str, rows: range, columns: range, out: Tensor) -> None:
-        """Write a slice into out [rows, columns] on the CPU. A vector counts as one column.
+        """Write a slice into out [rows, columns]. A vector counts as one column.
 
         FP8 is dequantised unless out is FP8.
         """
@@ -52,7 +56,7 @@ class WeightReader:
     rank: int
     topology: Topology
     device: torch.device | str = "cpu"
-    """Where the weights are to lie. What is read passes through the CPU's memory a tensor at a time."""
+    """Where the weights are to lie. What files hold passes through the CPU's memory, a tensor at a time."""
     prefix: str = ""
     is_transposed: bool = False
     """Matrices lie in memory as their transposes."""
@@ -204,11 +208,11 @@ class WeightReader:
         stored = out[: len(row_range), : len(column_range)]
         if stored.shape != out.shape:
             out.zero_()
-        on_host = stored.device.type in ("cpu", "meta")
-        if on_host and (len(column_range) == out.shape[1] or self.is_transposed):
+        in_place = self.checkpoint.fills(stored.device)
+        if in_place and (len(column_range) == out.shape[1] or self.is_transposed):
             self.checkpoint.fill(self.prefix + name, row_range, column_range, stored)
         else:  # a part of the columns of a row-major matrix, or another device
-            data = torch.empty_like(stored, device="cpu" if not on_host else None)
+            data = torch.empty_like(stored, device=None if in_place else "cpu")
             self.checkpoint.fill(self.prefix + name, row_range, column_range, data)
             stored.copy_(data)
 

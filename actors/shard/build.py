@@ -9,7 +9,7 @@ import torch
 from actors.config import GroupConfig
 from actors.model.config import ModelConfig
 from actors.model.load_progress import LoadProgress
-from actors.model.model import load_model
+from actors.model.model import Model, load_model
 from actors.shard.device_shard import DeviceShard
 from actors.shard.samplers import draws_by_rejection
 from actors.shard.shard import Shard
@@ -46,44 +46,70 @@ def build_shard(
     spans = spans or Spans(is_on=config.trace)
     if config.trace:
         tp, dcp_comm = SpannedCollectives(tp, spans), SpannedCollectives(dcp_comm, spans)
+    dcp = DcpGroup(config.cp_kv_cache_interleave_size, dcp_comm, config.dcp_comm_backend)
+    model = load_weights(config, tp=tp, dcp=dcp, spans=spans, progress=progress)
+    return assemble(
+        config, model, allocate_cache(config, model), tp=tp, dcp=dcp, spans=spans, fixed_shapes=fixed_shapes
+    )
+
+
+def load_weights(
+    config: GroupConfig, *, tp: Collectives, dcp: DcpGroup, spans: Spans, progress: LoadProgress | None = None
+) -> Model:
+    """The rank's model on the backend that the group's settings lead to. Errors: as `build_shard`."""
     model_config = ModelConfig.from_pretrained(config.model_path)
     needs = backend_needs(config, model_config)
     choice = registry.choose(config.attention_backend, needs)
     for _, reason in choice.passed_over:
         logger.warning("%s; %s computes instead", reason, choice.name)
-    backend = registry.create(choice.name, needs, check_plans=config.check_plans)
-    dcp = DcpGroup(config.cp_kv_cache_interleave_size, dcp_comm, config.dcp_comm_backend)
-    num_mtp_layers = model_config.num_drafting_layers(config.num_speculative_tokens)
-    model = load_model(
+    return load_model(
         model_config,
         config.model_path,
         dtype=DTYPES[config.dtype],
-        backend=backend,
+        backend=registry.create(choice.name, needs, check_plans=config.check_plans),
         tp=tp,
         dcp=dcp,
-        num_mtp_layers=num_mtp_layers,
+        num_mtp_layers=model_config.num_drafting_layers(config.num_speculative_tokens),
         expert_parallel=config.enable_expert_parallel,
         spans=spans,
         progress=progress,
+        load_format=config.load_format,
     )
-    num_layers = model_config.num_hidden_layers + num_mtp_layers
-    layout = model_config.kv_layout(config.kv_cache_dtype, config.indexer_kv_dtype)
-    index_layers = model_config.index_layers(num_layers)
+
+
+def allocate_cache(config: GroupConfig, model: Model) -> KVCache:
+    """The rank's KV cache, for all layers of the model. Errors: ConfigError where memory does not hold it."""
+    num_layers = model.config.num_hidden_layers + len(model.mtp_layers)
+    layout = model.config.kv_layout(config.kv_cache_dtype, config.indexer_kv_dtype)
+    index_layers = model.config.index_layers(num_layers)
     num_slots = config.num_kv_blocks * config.block_size
     num_bytes = num_slots * layout.bytes_per_token(num_layers, len(index_layers))
     with _refusing(
         f"the KV cache of a shard needs {num_bytes / 2**30:.1f} GiB ({num_bytes} bytes)",
         "--kv-cache-memory-bytes or --num-kv-blocks",
     ):
-        cache = KVCache.allocate(
-            layout, num_layers, num_slots, device=backend.device, index_layers=index_layers
+        return KVCache.allocate(
+            layout, num_layers, num_slots, device=model.backend.device, index_layers=index_layers
         )
+
+
+def assemble(
+    config: GroupConfig,
+    model: Model,
+    cache: KVCache,
+    *,
+    tp: Collectives,
+    dcp: DcpGroup,
+    spans: Spans,
+    fixed_shapes: bool | None = None,
+) -> Shard | DeviceShard:
+    """A shard over a model and a cache; arguments and errors as for `build_shard`."""
     with _refusing(
         f"max-num-seqs {config.max_num_seqs} requests of max-model-len {config.max_model_len} need state",
         "--max-num-seqs or --max-model-len",
     ):
         if fixed_shapes is None:
-            fixed_shapes = backend.device.type != "cpu" and not draws_by_rejection(config)
+            fixed_shapes = model.backend.device.type != "cpu" and not draws_by_rejection(config)
         kind = DeviceShard if fixed_shapes else Shard
         return kind(config, model, cache, tp=tp, dcp=dcp, spans=spans)
 

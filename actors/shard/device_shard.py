@@ -150,7 +150,8 @@ class DeviceShard:
         chunks, shape, k = layout.chunks, layout.shape, layout.k[: layout.num_verifies]
         finals = shape.num_verify_rows + np.arange(int(chunks.final.sum()))
         own = np.concatenate([layout.taken(shape.k_max + 1, k + 1), finals])
-        copied = self._boundary.down(passed.report).astype(np.int32)
+        with self._spans("wait"):
+            copied = self._boundary.down(passed.report).astype(np.int32)
         bounds = [shape.num_places * shape.k_max, len(copied) - shape.num_places]
         drafts, drawn, lengths = np.split(copied, bounds)
         ends = (chunks.starts + chunks.counts).astype(np.int32)

@@ -55,6 +55,14 @@ class EngineArgs(SettingsModel):
             shown_default="the value of --model",
         ),
     ] = None
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Setting(
+            "auto reads the checkpoint's *.safetensors. dummy makes random weights in the shapes of its "
+            "config.json: for measurements.",
+            group="Model",
+        ),
+    ] = "auto"
     dtype: Annotated[
         DType,
         Setting("Computation. auto is float32.", group="Model"),

@@ -59,7 +59,6 @@ OTHER_ENGINES = {
     "safetensors alone, and auto_map in config.json is ignored; leave it out",
     "api_key": "the server asks for no key; let it listen on a private address, behind a proxy that does",
     "quantization": "it is read from the checkpoint; leave it out",
-    "load_format": "weights are safetensors; leave it out",
     "download_dir": _DOWNLOAD,
     "revision": _DOWNLOAD,
     "hf_token": _DOWNLOAD,

@@ -197,8 +197,9 @@ def _indexer_kv_dtype(args: EngineArgs, model: ModelConfig, kv_cache_dtype: str)
 
 
 def _num_speculative_tokens(args: EngineArgs, model: ModelConfig, path: Path) -> int:
-    files = _files_of(path) if model.num_mtp_layers else None
-    count = 0 if files is None else count_mtp_modules(model, files.tensors)
+    reads_files = model.num_mtp_layers and args.load_format != "dummy"
+    files = _files_of(path) if reads_files else None
+    count = model.num_mtp_layers if files is None else count_mtp_modules(model, files.tensors)
     lacking = None if files is None else files.missing_file_of(layer_prefix(model.num_hidden_layers + count))
     if lacking is not None and args.num_speculative_tokens != 0:
         raise CheckpointError(lacking)

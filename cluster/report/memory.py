@@ -7,6 +7,8 @@ from pathlib import Path
 
 from actors.config import GroupConfig
 from actors.model.checkpoint import Checkpoint
+from actors.model.config import ModelConfig
+from actors.model.tensors import parameter_counts
 from cluster.config.sizes import format_size
 from cluster.report.kv_report import group_kv_bytes_per_token
 from kernels_integration.errors import UnavailableError
@@ -18,7 +20,10 @@ _ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
 def num_parameters(config: GroupConfig) -> int:
-    """Values of all tensors of the checkpoint."""
+    """Values of all tensors of the checkpoint; of dummy weights, of those that are made."""
+    if config.load_format == "dummy":
+        counts = parameter_counts(ModelConfig.from_pretrained(config.model_path))
+        return counts.main + (counts.mtp if config.num_speculative_tokens else 0)
     with Checkpoint(config.model_path) as checkpoint:
         return sum(math.prod(checkpoint[name].shape) for name in checkpoint)
 
