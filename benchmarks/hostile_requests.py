@@ -198,7 +198,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="the deadline of the hostile requests")
     flags: argparse.Namespace = parser.parse_args()
     print(harness.machine())
-    settings = {"port": 0, "max_model_len": 1024, "kv_cache_memory_bytes": "64M", "log_level": "error"}
+    settings = {"port": 0, "http_port": "none", "max_model_len": 1024, "log_level": "error"}
+    settings["kv_cache_memory_bytes"] = "64M"
     with start_server(load_settings(ServeArgs, settings, environ={}).args) as server:
         print(f"{'beside the stream':24} {'longest gap':>11} {'memory':>9} {'x sent':>7} {'until':>7}  ends")
         for row in measure(server, flags.only, flags.seconds):

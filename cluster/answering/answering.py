@@ -12,7 +12,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from actors.requests import Request, RequestUpdate, SequenceKey, TokenLogprob
+from actors.requests import Request, RequestUpdate, TokenLogprob
 from cluster.answering.choices import choices
 from cluster.answering.group import Group, Groups
 from cluster.answering.live_requests import LiveRequest, LiveRequests
@@ -81,33 +81,43 @@ class Answering:
         Tokens that may be part of a stop string are held until that is decided. Close the iterator to leave.
         Errors: OverloadedError; what the group refuses or fails with. When one sequence fails, all end.
         """
-        live.num_prompt_tokens = len(request.prompt_token_ids)
-        self.live.require_room(live, request.params.n)
-        sequences = choices(request)
-        group = live.group = self.groups.choose()
-        running = {sequence.key for sequence in sequences}
-        arrived: asyncio.Queue[RequestUpdate | Exception] = asyncio.Queue()
+        async with aclosing(self.answer_all(live, (request,))) as updates:
+            async for _, update in updates:
+                yield update
 
-        def deliver(key: SequenceKey, update: RequestUpdate | Exception) -> None:
+    async def answer_all(
+        self, live: LiveRequest, requests: Sequence[Request]
+    ) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
+        """As `answer`, of several requests that one call asks for: (whose, an update of it)."""
+        live.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        sequences = [
+            (position, sequence) for position, request in enumerate(requests) for sequence in choices(request)
+        ]
+        self.live.require_room(live, len(sequences))
+        group = live.group = self.groups.choose()
+        running = {sequence.key for _, sequence in sequences}
+        arrived: asyncio.Queue[tuple[int, RequestUpdate | Exception]] = asyncio.Queue()
+
+        def deliver(number: int, update: RequestUpdate | Exception) -> None:
             live.answered = True
             if isinstance(update, Exception) or update.finish_reason is not None:
-                running.discard(key)
+                running.discard(sequences[number][1].key)
                 if not running:
                     self.live.answered(live)
-            arrived.put_nowait(update)
+            arrived.put_nowait((number, update))
 
         holding = [Holding() for _ in sequences]
         num_unread = len(sequences)
         self.groups.took(group, len(sequences))
         try:
-            for sequence in sequences:
-                group.submit(sequence, partial(deliver, sequence.key))
+            for number, (_, sequence) in enumerate(sequences):
+                group.submit(sequence, partial(deliver, number))
             while num_unread:
-                update = await arrived.get()
+                number, update = await arrived.get()
                 if isinstance(update, Exception):
                     raise update
                 num_unread -= update.finish_reason is not None
-                yield holding[update.index].pass_on(update)
+                yield sequences[number][0], holding[number].pass_on(update)
         finally:
             self.groups.took(group, -len(sequences))
             group.abort(running)

@@ -1,6 +1,7 @@
 """Rows of OpenAI batch files: one JSON object a line, in and out."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,8 @@ from actors.parameter_kinds import is_text
 from cluster.errors import outcome
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.answers import answer_body, error_body
-from cluster.openai.bodies import ENDPOINTS, ChatBody, CompletionsBody, check_model, parse_body
-from cluster.outputs import RequestOutput
+from cluster.openai.bodies import ENDPOINTS, Body, check_model, parse_body
+from cluster.outputs import OutputBuilder
 from kernels_integration.errors import InvalidRequestError, LatentrayError, shown
 
 MAX_ROW_BYTES = 16 * 2**20
@@ -18,10 +19,10 @@ MAX_ROW_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """A row that asks for one completion."""
+    """A row that can be answered."""
 
     custom_id: str
-    body: ChatBody | CompletionsBody
+    body: Body
 
 
 class RowError(Exception):
@@ -60,20 +61,17 @@ def parse_row(line: str | bytes, frontend: ModelFrontend, *, line_number: int) -
     return BatchRow(custom_id=custom_id, body=body)
 
 
-def answered_row(row: BatchRow, output: RequestOutput, frontend: ModelFrontend) -> dict[str, Any]:
-    """The output row of a finished request."""
+def answered_row(
+    row: BatchRow, outputs: Sequence[OutputBuilder], frontend: ModelFrontend, *, request_id: str
+) -> dict[str, Any]:
+    """The output row of a row whose requests have finished."""
     return {
-        "id": f"batch_req_{output.request_id}",
+        "id": f"batch_req_{request_id}",
         "custom_id": row.custom_id,
         "response": {
             "status_code": 200,
-            "request_id": output.request_id,
-            "body": answer_body(
-                row.body,
-                output,
-                model=frontend.served_model_name,
-                token_bytes=frontend.tokenizer.token_bytes,
-            ),
+            "request_id": request_id,
+            "body": answer_body(row.body, outputs, frontend),
         },
         "error": None,
     }

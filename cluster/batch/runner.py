@@ -4,8 +4,10 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from actors.requests import Request, RequestUpdate
 from cluster.answering.engine import Engine
@@ -53,8 +55,11 @@ def run_batch(
 class _Pending:
     """A row on its way: `result` is its output row, once known."""
 
+    request_id: str
+    """Of the row; of several requests the first has it, the others have -1, -2 and so on behind it."""
     row: BatchRow | None = None
-    builder: OutputBuilder | None = None
+    builders: dict[str, OutputBuilder] = field(default_factory=dict)
+    """By request, in the order of the row's prompts."""
     result: dict[str, Any] | None = None
 
 
@@ -88,15 +93,16 @@ class _Run:
             if (numbered := next(self._lines, None)) is None:
                 return
             line_number, line = numbered
-            if (request := self._admit(line_number, line)) is not None:
-                yield request
+            if requests := self._admit(line_number, line):
+                yield from requests
             else:
                 self._write_finished()
 
-    def _admit(self, line_number: int, line: str | bytes) -> Request | None:
+    def _admit(self, line_number: int, line: str | bytes) -> list[Request]:
+        """Its requests; [] for a row that has failed."""
         self._num_rows += 1
         request_id = str(self._num_rows)
-        pending = _Pending()
+        pending = _Pending(request_id)
         self._pending.append(pending)
         custom_id: str | None = None
         try:
@@ -108,38 +114,48 @@ class _Run:
                     field="custom_id",
                 )
             self._custom_ids.add(custom_id)
-            request = pending.row.body.to_request(request_id, self._frontend)
+            requests = pending.row.body.to_requests(request_id, self._frontend)
         except RowError as error:
             self._fail(pending, error.cause, custom_id=error.custom_id, request_id=request_id)
-            return None
+            return []
         except LatentrayError as error:
             self._fail(pending, error, custom_id=custom_id, request_id=request_id)
-            return None
-        pending.builder = OutputBuilder(request, self._frontend)
-        self._in_flight[request_id] = pending
-        return request
+            return []
+        requests[1:] = [
+            msgspec.structs.replace(request, request_id=f"{request_id}-{index}")
+            for index, request in enumerate(requests[1:], start=1)
+        ]
+        for request in requests:
+            pending.builders[request.request_id] = OutputBuilder(request, self._frontend)
+            self._in_flight[request.request_id] = pending
+        return requests
 
     def take(self, request_id: str, update: RequestUpdate | Exception) -> None:
         """Add what the engine reports. Errors: UnavailableError; what no row can be the cause of."""
         pending = self._in_flight[request_id]
         assert pending.row is not None
-        assert pending.builder is not None
+        builder = pending.builders[request_id]
         if isinstance(update, Exception):
             if isinstance(update, UnavailableError) or not isinstance(update, LatentrayError):
                 raise update
             del self._in_flight[request_id]
-            self._fail(pending, update, custom_id=pending.row.custom_id, request_id=request_id)
+            if pending.result is None:
+                custom_id = pending.row.custom_id
+                self._fail(pending, update, custom_id=custom_id, request_id=pending.request_id)
             self._write_finished()
             return
-        pending.builder.push(update)
+        builder.push(update)
         if update.finish_reason is not None:
             self._num_completion_tokens += update.num_completion_tokens
-        if pending.builder.finished:
+        if builder.finished:
             del self._in_flight[request_id]
             self._num_prompt_tokens += update.num_prompt_tokens
-            output = pending.builder.output()
-            pending.result = answered_row(pending.row, output, self._frontend)
-            pending.builder = None
+            builders = list(pending.builders.values())
+            if pending.result is None and all(builder.finished for builder in builders):
+                pending.result = answered_row(
+                    pending.row, builders, self._frontend, request_id=pending.request_id
+                )
+                pending.builders = {}
         self._write_finished()
 
     def _write_finished(self) -> None:

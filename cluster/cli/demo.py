@@ -14,6 +14,7 @@ _DEMO = {
     "decode_context_parallel_size": 2,
     "num_speculative_tokens": 3,
     "port": 0,
+    "http_port": None,
 }
 """What the demo shows, where nothing else is asked for."""
 

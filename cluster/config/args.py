@@ -20,6 +20,7 @@ from cluster.config.values import (
     KVCacheDtype,
     NumDrafts,
     Port,
+    PortOrNone,
     Seconds,
     Seed,
     Size,
@@ -358,16 +359,19 @@ class ServeArgs(EngineArgs):
     ] = "127.0.0.1"
     port: Annotated[
         Port,
+        PortOrNone,
         Setting("Port of the gRPC server; 0 takes a free one.", group="Server"),
     ] = 50051
     http_port: Annotated[
-        Port | None,
+        PortOrNone,
         Setting(
-            "Port of OpenAI's API over HTTP (/v1/chat/completions, ...); 0 takes a free one.", group="Server"
+            "Port of OpenAI's API over HTTP (/v1/chat/completions, ...); 0 takes a free one, none "
+            "serves gRPC alone.",
+            group="Server",
         ),
-    ] = None
+    ] = 8000
     metrics_port: Annotated[
-        Port | None,
+        PortOrNone,
         Setting("Port of Prometheus metrics over HTTP, at /metrics; 0 takes a free one.", group="Server"),
     ] = None
     max_message_size: Annotated[

@@ -55,6 +55,11 @@ Port = Annotated[
     BeforeValidator(_whole_number),
     Rule("a whole number from 0 to 65535", "PORT"),
 ]
+PortOrNone = Annotated[
+    Port | None,
+    BeforeValidator(lambda value: None if value == "none" else value),
+    Rule("a whole number from 0 to 65535, or none", "PORT"),
+]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("a number of seconds above 0", "SECONDS")]
 Size = Annotated[
     int, BeforeValidator(parse_size), Rule("a size of at least one byte, such as 512M or 2G", "SIZE")

@@ -22,6 +22,7 @@ from actors.sampling_params import (
     SamplingParams,
 )
 from cluster.chat.messages import checked_messages, checked_tools
+from cluster.chat.open_end import left_open, until_open_end
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
 from cluster.frontend.limits import require_token_ids, with_fitting_length
 from cluster.frontend.prompt_bound import longest_token
@@ -200,20 +201,32 @@ class ModelFrontend:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat. chat_template_kwargs: the template's own arguments, such as enable_thinking.
 
+        continue_final_message: the last message is left open, for the model to go on with; else the
+        assistant's turn is begun, unless add_generation_prompt is False.
         Errors: InvalidRequestError: no chat template, malformed messages, refused by the template.
         """
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt are both true; the model can go on with a "
+                "message or begin one: set one of them to false",
+                field="continue_final_message",
+            )
+        chat = checked_messages(messages)
         text = self.tokenizer.render_chat(
-            checked_messages(messages),
-            add_generation_prompt=add_generation_prompt,
+            left_open(chat) if continue_final_message else chat,
+            add_generation_prompt=not continue_final_message and add_generation_prompt is not False,
             tools=checked_tools(tools),
             template_kwargs=chat_template_kwargs,
         )
+        if continue_final_message:
+            text = until_open_end(text)
         self._require_short_enough(text, "messages")
         require_text(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own

@@ -32,10 +32,10 @@ class RequestRecord:
         self._num_completion_tokens: dict[int, int] = {}
         self._finish_reasons: dict[int, str] = {}
 
-    def accepted(self, request: Request) -> None:
-        """It was found to be legal."""
-        self._num_choices = request.params.n
-        self._num_prompt_tokens = len(request.prompt_token_ids)
+    def accepted(self, *requests: Request) -> None:
+        """What the call asks for was found to be legal. Its choices are counted through."""
+        self._num_choices = sum(request.params.n for request in requests)
+        self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
 
     def took(self, choice: int, update: RequestUpdate) -> None:
         """The group sent this."""

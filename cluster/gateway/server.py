@@ -152,6 +152,10 @@ def require_free_ports(host: str, ports: Mapping[str, int | None]) -> None:
             require_free(host, port, flag=flag)
 
 
+_OR_NONE = {"--http-port": "; none serves gRPC alone", "--metrics-port": "; none serves no metrics there"}
+"""What more may be said of a flag."""
+
+
 def require_free(host: str, port: int, *, flag: str = "--port") -> None:
     """Errors: ConfigError when the port, which `flag` gives, is taken or the host is not of this machine.
 
@@ -171,8 +175,8 @@ def require_free(host: str, port: int, *, flag: str = "--port") -> None:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise ConfigError(
-                        f"port {port} of {host} is in use; stop the server that has it, "
-                        f"or pass another {flag} (0 takes a free one)"
+                        f"port {port} of {host} is in use; stop the server that has it, or pass another "
+                        f"{flag} (0 takes a free one{_OR_NONE.get(flag, '')})"
                     ) from error
                 if error.errno == errno.EADDRNOTAVAIL and len(addresses) > 1:
                     continue  # localhost may name ::1 where IPv6 is off

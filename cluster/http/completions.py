@@ -19,8 +19,8 @@ from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.http.errors import DONE, REQUEST_ID_HEADER, event
 from cluster.openai.answers import answer_body, error_body
-from cluster.openai.bodies import ChatBody, CompletionsBody, check_model, parse_body
-from cluster.openai.chunks import Chunks
+from cluster.openai.bodies import Body, check_model, parse_body
+from cluster.openai.stream import StreamedAnswer
 from cluster.outputs import OutputBuilder
 from kernels_integration.errors import InvalidRequestError, shown
 
@@ -28,6 +28,9 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds that the client will wait."""
 _MAX_REQUEST_ID = 256
 _TOKENIZING_THREADS = 2
+
+Updates = AsyncGenerator[tuple[int, RequestUpdate], None]
+"""(position of the request, an update of it)."""
 
 
 class Completions:
@@ -56,14 +59,14 @@ class Completions:
                 ) as live:
                     body = parse_body(http.path, await json_object(http), may_stream=True)
                     check_model(body, self._frontend)
-                    request = await loop.run_in_executor(
-                        self._tokenizing, body.to_request, request_id, self._frontend
+                    requests = await loop.run_in_executor(
+                        self._tokenizing, body.to_requests, request_id, self._frontend
                     )
-                    record.accepted(request)
-                    async with aclosing(self._answering.answer(live, request)) as updates:
+                    record.accepted(*requests)
+                    async with aclosing(self._answering.answer_all(live, requests)) as updates:
                         if not body.stream:
-                            return await self._whole(body, request, updates, record)
-                        await self._write_pieces(stream, body, request, updates, record)
+                            return await self._whole(body, requests, updates, record)
+                        await self._write_pieces(stream, body, requests, updates, record)
         except Exception as error:
             if stream.response is None:
                 raise
@@ -71,45 +74,35 @@ class Completions:
         return await stream.end()
 
     async def _whole(
-        self,
-        body: ChatBody | CompletionsBody,
-        request: Request,
-        updates: AsyncGenerator[RequestUpdate, None],
-        record: RequestRecord,
+        self, body: Body, requests: Sequence[Request], updates: Updates, record: RequestRecord
     ) -> web.Response:
-        builder = OutputBuilder(request, self._frontend)
-        async for update in updates:
-            record.took(update.index, update)
-            builder.push(update)
-        answer = answer_body(
-            body,
-            builder.output(),
-            model=self._frontend.served_model_name,
-            token_bytes=self._frontend.tokenizer.token_bytes,
-        )
-        return web.json_response(answer, headers={REQUEST_ID_HEADER: request.request_id})
+        builders = [OutputBuilder(request, self._frontend) for request in requests]
+        async for position, update in updates:
+            record.took(_choice(requests, position, update), update)
+            builders[position].push(update)
+        answer = answer_body(body, builders, self._frontend)
+        return web.json_response(answer, headers={REQUEST_ID_HEADER: requests[0].request_id})
 
     async def _write_pieces(
         self,
         stream: "EventStream",
-        body: ChatBody | CompletionsBody,
-        request: Request,
-        updates: AsyncGenerator[RequestUpdate, None],
+        body: Body,
+        requests: Sequence[Request],
+        updates: Updates,
         record: RequestRecord,
     ) -> None:
-        builder = OutputBuilder(request, self._frontend)
-        chunks = Chunks(
-            body,
-            request.request_id,
-            model=self._frontend.served_model_name,
-            token_bytes=self._frontend.tokenizer.token_bytes,
-        )
-        opening = chunks.opening(request.params.n)
-        async for update in updates:
-            record.took(update.index, update)
-            await stream.write(opening + chunks.piece(builder.part(update, builder.push(update))))
+        answer = StreamedAnswer(body, requests, self._frontend)
+        opening = answer.opening()
+        async for position, update in updates:
+            record.took(_choice(requests, position, update), update)
+            await stream.write(opening + answer.push(position, update))
             opening = []
-        await stream.write(chunks.usage(builder.output()))
+        await stream.write(answer.closing())
+
+
+def _choice(requests: Sequence[Request], position: int, update: RequestUpdate) -> int:
+    """Whose update it is, counted through all requests."""
+    return sum(request.params.n for request in requests[:position]) + update.index
 
 
 class EventStream:

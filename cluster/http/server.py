@@ -1,6 +1,8 @@
 """The HTTP server of a gateway: routes, limits, start and stop."""
 
+import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -14,7 +16,8 @@ from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.metrics_server import listen, metrics_response
 from cluster.http.completions import Completions, json_object
 from cluster.http.errors import in_envelope
-from cluster.openai.bodies import ENDPOINTS
+from cluster.openai.bodies import ENDPOINTS, parse_body
+from cluster.openai.chat_body import ChatBody
 from kernels_integration.errors import InvalidRequestError, UnknownModelError, shortened, shown
 
 _CLOSE_GRACE_S = 0.5
@@ -112,25 +115,33 @@ class HttpServer:
     async def _tokenize(self, http: web.Request) -> web.Response:
         """Of {"prompt": text} or {"messages": [...]}, as vLLM: the ids that a request would have."""
         body = await json_object(http)
-        _require_fields(
-            body, {"model", "prompt", "messages", "add_generation_prompt", "chat_template_kwargs"}
-        )
-        if "messages" in body:
-            token_ids = self._frontend.render_chat(
-                body["messages"],
-                add_generation_prompt=body.get("add_generation_prompt", True),
-                chat_template_kwargs=body.get("chat_template_kwargs"),
-            )
-        else:
-            prompt = body.get("prompt")
-            if not isinstance(prompt, str):
-                raise InvalidRequestError(
-                    f"prompt is {shown(prompt)}; it must be text, or give messages", field="prompt"
-                )
-            token_ids = list(self._frontend.encode_prompt(prompt))
+        token_ids = await asyncio.to_thread(self._token_ids, body)
         return web.json_response(
-            {"count": len(token_ids), "max_model_len": self._config.max_model_len, "tokens": token_ids}
+            {"count": len(token_ids), "max_model_len": self._config.max_model_len, "tokens": list(token_ids)}
         )
+
+    def _token_ids(self, body: dict[str, Any]) -> Sequence[int]:
+        if "messages" in body:
+            _require_fields(
+                body,
+                {
+                    "model",
+                    "messages",
+                    "add_generation_prompt",
+                    "continue_final_message",
+                    "chat_template_kwargs",
+                },
+            )
+            chat = parse_body("/v1/chat/completions", body)
+            assert isinstance(chat, ChatBody)
+            return chat.prompt_ids(self._frontend)
+        _require_fields(body, {"model", "prompt"})
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str):
+            raise InvalidRequestError(
+                f"prompt is {shown(prompt)}; it must be text, or give messages", field="prompt"
+            )
+        return self._frontend.encode_prompt(prompt)
 
     async def _detokenize(self, http: web.Request) -> web.Response:
         body = await json_object(http)

@@ -7,30 +7,42 @@ from typing import Any
 
 from actors.sampling_params import ALL_LOGPROBS
 from cluster.errors import outcome
-from cluster.openai.bodies import ChatBody, CompletionsBody
-from cluster.outputs import CompletionOutput, Logprob, RequestOutput
+from cluster.frontend.front_end import ModelFrontend
+from cluster.openai.bodies import Body
+from cluster.openai.chat_body import ChatBody
+from cluster.openai.completions_body import CompletionsBody
+from cluster.openai.echo import echoed_prompt, joined, without_tokens
+from cluster.outputs import CompletionOutput, Logprob, OutputBuilder, RequestOutput
 from cluster.tokenizer.token_bytes import TokenBytes
 from kernels_integration.errors import LatentrayError
 
 
-def answer_body(
-    body: ChatBody | CompletionsBody, output: RequestOutput, *, model: str, token_bytes: TokenBytes
-) -> dict[str, Any]:
-    """The answer to a finished request, in the shape of its endpoint. token_bytes: of the model's tokens."""
+def answer_body(body: Body, outputs: Sequence[OutputBuilder], frontend: ModelFrontend) -> dict[str, Any]:
+    """The answer to a body whose requests have finished, in the shape of its endpoint."""
     is_chat = isinstance(body, ChatBody)
-    answer = answer_head(body, output.request_id, model=model) | {
-        "choices": [_choice(body, completion, token_bytes) for completion in output.outputs],
-        "usage": usage_of(output),
-    }
-    if output.prompt_logprobs is not None:  # where vLLM puts it
-        (answer if is_chat else answer["choices"][0])["prompt_logprobs"] = [
-            None if alternatives is None else {str(t): asdict(entry) for t, entry in alternatives.items()}
-            for alternatives in output.prompt_logprobs
-        ]
-    return answer
+    results = [builder.output() for builder in outputs]
+    answer = answer_head(body, results[0].request_id, model=frontend.served_model_name)
+    choices: list[dict[str, Any]] = []
+    for position, (builder, result) in enumerate(zip(outputs, results, strict=True)):
+        first = len(choices)
+        for completion in result.outputs:
+            shown = completion
+            if isinstance(body, CompletionsBody) and body.echo:
+                shown = without_tokens(shown) if body.wants_prompt_alone else shown
+                prompt = echoed_prompt(body, position, builder, frontend)
+                shown = shown if prompt is None else joined(prompt, shown)
+            index = first + completion.index
+            choices.append(_choice(body, index, shown, frontend.tokenizer.token_bytes))
+        if result.prompt_logprobs is not None and "prompt_logprobs" in body.given_parameters:
+            # where vLLM puts it
+            (answer if is_chat else choices[first])["prompt_logprobs"] = [
+                None if alternatives is None else {str(t): asdict(entry) for t, entry in alternatives.items()}
+                for alternatives in result.prompt_logprobs
+            ]
+    return answer | {"choices": choices, "usage": usage_of(body, results)}
 
 
-def answer_head(body: ChatBody | CompletionsBody, request_id: str, *, model: str) -> dict[str, Any]:
+def answer_head(body: Body, request_id: str, *, model: str) -> dict[str, Any]:
     """What an answer begins with, and each of its chunks."""
     is_chat = isinstance(body, ChatBody)
     return {
@@ -41,19 +53,22 @@ def answer_head(body: ChatBody | CompletionsBody, request_id: str, *, model: str
     }
 
 
-def usage_of(output: RequestOutput) -> dict[str, Any]:
-    num_prompt = len(output.prompt_token_ids)
-    num_completion = sum(len(completion.token_ids) for completion in output.outputs)
+def usage_of(body: Body, results: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Totals over the requests of a body."""
+    num_prompt = sum(len(result.prompt_token_ids) for result in results)
+    num_completion = sum(len(c.token_ids) for result in results for c in result.outputs)
+    if isinstance(body, CompletionsBody) and body.wants_prompt_alone:
+        num_completion = 0
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in results)},
     }
 
 
 def choice_logprobs(
-    body: ChatBody | CompletionsBody,
+    body: Body,
     completion: CompletionOutput,
     token_bytes: TokenBytes,
     offsets: Sequence[int] | None = None,
@@ -62,19 +77,14 @@ def choice_logprobs(
     if isinstance(body, ChatBody):
         return _chat_logprobs(completion, body.top_logprobs or 0, token_bytes)
     if offsets is None:
-        skips = skips_special_tokens(body)
-        offsets = token_bytes.offsets(completion.token_ids, completion.text, skip_special_tokens=skips)
+        offsets = token_bytes.offsets(
+            completion.token_ids, completion.text, skip_special_tokens=body.skips_special_tokens
+        )
     return _completions_logprobs(completion, token_bytes, offsets)
 
 
-def skips_special_tokens(body: ChatBody | CompletionsBody) -> bool:
-    return (body.model_extra or {}).get("skip_special_tokens") is not False
-
-
-def _choice(
-    body: ChatBody | CompletionsBody, completion: CompletionOutput, token_bytes: TokenBytes
-) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": completion.index}
+def _choice(body: Body, index: int, completion: CompletionOutput, token_bytes: TokenBytes) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index}
     if isinstance(body, ChatBody):
         choice["message"] = {"role": "assistant", "content": completion.text}
     else:
@@ -133,9 +143,10 @@ def _completions_logprobs(
     ids = completion.token_ids
     return {
         "tokens": [_token_text(token_id, token_bytes) for token_id in ids],
-        "token_logprobs": [alternatives[token_id].logprob for token_id, alternatives in each],
+        # of a prompt's first token there are none
+        "token_logprobs": [at[token_id].logprob if at else None for token_id, at in each],
         "text_offset": list(offsets),
-        "top_logprobs": [_by_text(alternatives, token_bytes) for alternatives in completion.logprobs],
+        "top_logprobs": [_by_text(at, token_bytes) if at else None for at in completion.logprobs],
     }
 
 

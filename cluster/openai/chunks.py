@@ -2,18 +2,17 @@
 
 from typing import Any
 
-from cluster.openai.answers import answer_head, choice_logprobs, skips_special_tokens, usage_of
-from cluster.openai.bodies import ChatBody, CompletionsBody
-from cluster.outputs import CompletionOutput, RequestOutput
+from cluster.openai.answers import answer_head, choice_logprobs
+from cluster.openai.bodies import Body
+from cluster.openai.chat_body import ChatBody
+from cluster.outputs import CompletionOutput
 from cluster.tokenizer.token_bytes import TokenBytes
 
 
 class Chunks:
     """The chunks of one answer, each a JSON object; their texts, joined, are the whole answer's."""
 
-    def __init__(
-        self, body: ChatBody | CompletionsBody, request_id: str, *, model: str, token_bytes: TokenBytes
-    ) -> None:
+    def __init__(self, body: Body, request_id: str, *, model: str, token_bytes: TokenBytes) -> None:
         self._body = body
         self._token_bytes = token_bytes
         self._head = answer_head(body, request_id, model=model)
@@ -42,17 +41,15 @@ class Chunks:
             content["stop_reason"] = part.stop_reason
         return [self._chunk(part.index, content, logprobs, part.finish_reason)]
 
-    def usage(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def usage(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The last chunk, with the totals, where the body asks for it."""
-        if not self._body.wants_usage:
-            return []
-        return [self._head | {"choices": [], "usage": usage_of(output)}]
+        return [self._head | {"choices": [], "usage": usage}] if self._body.wants_usage else []
 
     def _offsets_of(self, part: CompletionOutput) -> list[int] | None:
         if part.logprobs is None or isinstance(self._body, ChatBody):
             return None
         if part.index not in self._offsets:
-            self._offsets[part.index] = _Offsets(self._token_bytes, skips_special_tokens(self._body))
+            self._offsets[part.index] = _Offsets(self._token_bytes, self._body.skips_special_tokens)
         return self._offsets[part.index].push(part)
 
     def _chunk(

@@ -130,7 +130,7 @@ async def test_models_tokens_versions_and_health(server: GatewayServer, client: 
         ({"messages": FRANCE, "temprature": 1}, 400, "temprature", "did you mean temperature"),
         ({"messages": FRANCE, "temperature": -1}, 400, "temperature", "-1"),
         ({"messages": FRANCE, "stream": 1}, 400, "stream", "valid boolean"),
-        ({"messages": FRANCE, "stream_options": {"x": 1}}, 400, "stream_options", "x"),
+        ({"messages": FRANCE, "stream_options": {"x": 1}}, 400, "stream_options.x", "x"),
         ({"messages": FRANCE, "model": "gpt-4"}, 404, "model", "the model served here is 'tiny'"),
         ({"messages": FRANCE, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
         ({"messages": []}, 400, "messages", "messages"),
@@ -224,3 +224,63 @@ async def test_many_streams_at_once(serve: Serve) -> None:
     answers = await asyncio.gather(*(post(server, "/v1/completions", body) for _ in range(100)))
     assert {status for status, _, _ in answers} == {200}
     assert all(text.endswith("data: [DONE]\n\n") for _, text, _ in answers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_have_the_answers_of_each(client: openai.AsyncOpenAI, stream: bool) -> None:
+    prompts = ["The SELECT statement", [5, 6, 7], "What is"]
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "n": 2, "seed": 3, "temperature": 1.0}
+    expected = []
+    for prompt in prompts:
+        alone = await client.completions.create(prompt=prompt, **asked)
+        expected += [choice.text for choice in alone.choices]
+    together: dict[str, Any] = asked | {"prompt": prompts}
+    if not stream:
+        answer = await client.completions.create(**together)
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        assert [choice.text for choice in answer.choices] == expected
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 36
+        return
+    found = [""] * 6
+    async for chunk in await client.completions.create(
+        stream=True, stream_options={"include_usage": True}, **together
+    ):
+        for choice in chunk.choices:
+            found[choice.index] += choice.text
+        if not chunk.choices:
+            assert chunk.usage is not None
+            assert chunk.usage.completion_tokens == 36
+    assert found == expected
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+async def test_an_echo_holds_the_prompt_and_its_log_probabilities(
+    client: openai.AsyncOpenAI, max_tokens: int
+) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": ["The SELECT statement", [5, 6, 7]], "n": 2}
+    asked |= {"max_tokens": max_tokens, "seed": 3, "logprobs": 1, "echo": True}
+    whole = await client.completions.create(**asked)
+    plain = await client.completions.create(
+        **asked | {"echo": False, "max_tokens": 5}, extra_body={"prompt_logprobs": 1}
+    )
+    chunks = [chunk async for chunk in await client.completions.create(**asked, stream=True)]
+    for choice, alone in zip(whole.choices, plain.choices, strict=True):
+        assert choice.logprobs is not None
+        assert alone.logprobs is not None
+        completion = alone.text if max_tokens else ""
+        assert choice.text.endswith(completion)
+        if choice.index < 2:
+            assert choice.text == "The SELECT statement" + completion
+        values = choice.logprobs.token_logprobs or []
+        assert values[0] is None
+        first = plain.choices[choice.index // 2 * 2]
+        scored = [next(iter(entry.values())) for entry in first.model_extra["prompt_logprobs"][1:]]
+        assert values[1 : 1 + len(scored)] == [entry["logprob"] for entry in scored]
+        assert values[1 + len(scored) :] == (alone.logprobs.token_logprobs if max_tokens else [])
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            joined = [v for part in parts if part.logprobs for v in getattr(part.logprobs, field)]
+            assert joined == getattr(choice.logprobs, field), field
+        assert choice.finish_reason == alone.finish_reason

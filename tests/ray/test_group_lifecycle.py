@@ -183,7 +183,7 @@ def test_a_server_fits_on_a_node_with_exactly_the_cpus_of_its_group() -> None:
     """The gateway is part of the reservation, and takes none of them."""
     ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     try:
-        args = ServeArgs(tensor_parallel_size=2, port=0, max_model_len=256, num_kv_blocks=64)
+        args = ServeArgs(tensor_parallel_size=2, port=0, http_port=None, max_model_len=256, num_kv_blocks=64)
         [check] = [
             check for check in run_checks(args.model_copy(update={"address": "auto"})) if check.name == "ray"
         ]

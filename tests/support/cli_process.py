@@ -12,7 +12,8 @@ SMALL = ("--max-model-len", "256", "--num-kv-blocks", "64", "--max-num-seqs", "8
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("LATENTRAY_", "RAY_"))}
-    return kept | {"OMP_NUM_THREADS": "1"} | changes
+    # the default port may be taken on a machine that runs tests
+    return kept | {"OMP_NUM_THREADS": "1", "LATENTRAY_HTTP_PORT": "0"} | changes
 
 
 def command(*argv: str) -> list[str]:

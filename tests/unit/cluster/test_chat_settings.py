@@ -64,7 +64,7 @@ def test_bodies_switch_thinking(template: Path) -> None:
     )
 
     def prompt(**body: Any) -> str:
-        request = parse_body(CHAT, {"messages": MESSAGES} | body).to_request("r", frontend)
+        request = parse_body(CHAT, {"messages": MESSAGES} | body).to_requests("r", frontend)[0]
         return frontend.tokenizer.decode(request.prompt_token_ids)
 
     assert prompt() == "Hi</think>"
@@ -77,9 +77,11 @@ def test_bodies_switch_thinking(template: Path) -> None:
 def test_a_body_wins_over_the_checkpoint_and_vllm_leaves_it_alone() -> None:
     for mode, expected in (("auto", (0.7, 0.9)), ("vllm", (1.0, 1.0))):
         frontend = ModelFrontend.of_group(resolved(generation_config=mode))
-        params = parse_body(CHAT, {"messages": MESSAGES}).to_request("r", frontend).params
+        params = parse_body(CHAT, {"messages": MESSAGES}).to_requests("r", frontend)[0].params
         assert (params.temperature, params.top_p) == expected
-        params = parse_body(CHAT, {"messages": MESSAGES, "temperature": 0.1}).to_request("r", frontend).params
+        params = (
+            parse_body(CHAT, {"messages": MESSAGES, "temperature": 0.1}).to_requests("r", frontend)[0].params
+        )
         assert (params.temperature, params.top_p) == (0.1, expected[1])
 
 

@@ -407,7 +407,10 @@ def test_serve_refuses_one_port_for_two_servers_before_it_starts(capsys: pytest.
                 ("--port", "0", "--http-port", str(port)),
                 "is in use; stop the server that has it, or pass another --http-port",
             ),
-            (("--port", "0", "--metrics-port", str(port)), "or pass another --metrics-port"),
+            (
+                ("--port", "0", "--http-port", "none", "--metrics-port", str(port)),
+                "or pass another --metrics-port",
+            ),
         ):
             assert run("serve", *flags, "--kv-cache-memory-bytes", "60T") == 2
             assert told in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_parameters_arrive(frontend: ModelFrontend) -> None:
         "presence_penalty": 0,
         "logit_bias": None,
     }
-    params = parse_body(CHAT, body).to_request("r", frontend).params
+    params = parse_body(CHAT, body).to_requests("r", frontend)[0].params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.3, 0.5, 7, 0.1)
     assert (params.seed, params.max_tokens, params.logprobs) == (11, 9, 2)
     assert (params.stop, params.stop_token_ids) == (("a", "b"), (4,))
@@ -55,9 +55,9 @@ def test_priority_and_salt_arrive() -> None:
         BUNDLED_CHECKPOINT, served_model_name="tiny-dsa", max_model_len=64, scheduling_policy="priority"
     )
     for url, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "Hi"})):
-        request = parse_body(url, body | {"priority": -3, "cache_salt": "a"}).to_request("r", frontend)
+        request = parse_body(url, body | {"priority": -3, "cache_salt": "a"}).to_requests("r", frontend)[0]
         assert (request.priority, request.cache_salt) == (-3, "a")
-        plain = parse_body(url, body).to_request("r", frontend)
+        plain = parse_body(url, body).to_requests("r", frontend)[0]
         assert (plain.priority, plain.cache_salt) == (0, None)
 
 
@@ -77,24 +77,24 @@ def test_priority_and_salt_arrive() -> None:
 def test_bad_priorities_and_salts_are_refused(frontend: ModelFrontend, field, value, rule) -> None:
     body = parse_body(CHAT, {"messages": MESSAGES, field: value})
     with pytest.raises(InvalidRequestError, match=rule) as caught:
-        body.to_request("r", frontend)
+        body.to_requests("r", frontend)[0]
     assert caught.value.field == field
 
 
 def test_defaults_are_the_checkpoints_and_openais(frontend: ModelFrontend) -> None:
-    chat = parse_body(CHAT, {"messages": MESSAGES}).to_request("r", frontend).params
+    chat = parse_body(CHAT, {"messages": MESSAGES}).to_requests("r", frontend)[0].params
     assert (chat.temperature, chat.top_p, chat.max_tokens, chat.logprobs) == (0.7, 0.9, None, None)
-    text = parse_body(COMPLETIONS, {"prompt": "Hi", "logprobs": 0}).to_request("r", frontend)
+    text = parse_body(COMPLETIONS, {"prompt": "Hi", "logprobs": 0}).to_requests("r", frontend)[0]
     assert (text.params.max_tokens, text.params.logprobs) == (16, 0)
     assert text.prompt_token_ids == tuple(frontend.tokenizer.encode("Hi"))
-    nearly_full = parse_body(COMPLETIONS, {"prompt": [3] * 60}).to_request("r", frontend)
+    nearly_full = parse_body(COMPLETIONS, {"prompt": [3] * 60}).to_requests("r", frontend)[0]
     assert nearly_full.params.max_tokens == 4
 
 
 @pytest.mark.parametrize("prompt", [[3, 4], [[3, 4]]])
 def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
     body = parse_body(COMPLETIONS, {"prompt": prompt})
-    assert body.to_request("r", frontend).prompt_token_ids == (3, 4)
+    assert body.to_requests("r", frontend)[0].prompt_token_ids == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,20 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
         (CHAT, {"max_completion_tokens": 64}, "max_tokens", "max_tokens is 64; the prompt has"),
         (COMPLETIONS, {"max_tokens": 64}, "max_tokens", "max_tokens is 64; the prompt has"),
         (COMPLETIONS, {"detokenize": False}, "detokenize", "parameter detokenize is unknown"),
-        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt", "holds 2 prompts"),
-        (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "must be text or a list of token ids"),
+        (COMPLETIONS, {"prompt": ["a"] * 1025}, "prompt", "holds 1025 prompts; send at most 1024"),
+        (COMPLETIONS, {"prompt": ["a", 5]}, "prompt[1]", "prompt[1] is 5; it must be text or a list"),
+        (COMPLETIONS, {"prompt": [[3], [9999]]}, "prompt[1]", "prompt 1: prompt holds 9999"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        (COMPLETIONS, {"suffix": "x"}, "suffix", "suffix is 'x', which is not supported"),
+        (CHAT, {"echo": True}, "echo", "parameter echo is unknown"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message", "of role 'user'"),
+        (
+            CHAT,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "both true",
+        ),
+        (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "must be text, a list of token ids, or a list of such"),
         (COMPLETIONS, {"prompt": ""}, "prompt", "prompt is empty"),
         (COMPLETIONS, {"prompt": [9999]}, "prompt", "holds 9999"),
     ],
@@ -147,7 +159,7 @@ def test_what_cannot_be_done_is_named(
 ) -> None:
     body = {"messages": MESSAGES} if url == CHAT else {"prompt": "Hi"}
     with pytest.raises(InvalidRequestError) as caught:
-        parse_body(url, body | change).to_request("r", frontend)
+        parse_body(url, body | change).to_requests("r", frontend)[0]
     assert words in str(caught.value)
     assert caught.value.field == field
 
@@ -163,7 +175,7 @@ def test_rules_of_a_body(frontend: ModelFrontend) -> None:
         "allowed_token_ids": [5, 6, 7],
     }
     body = parse_body(CHAT, {"messages": MESSAGES, "logit_bias": {"5": -1}, "bad_words": "no"} | rules)
-    request = body.to_request("r", frontend)
+    request = body.to_requests("r", frontend)[0]
     for name, value in rules.items():
         assert getattr(request.params, name) == (tuple(value) if isinstance(value, list) else value)
     assert request.params.logit_bias == {5: -1}
@@ -220,9 +232,43 @@ def test_a_refusal_never_sends_the_body_back(frontend: ModelFrontend, body: dict
     def read() -> None:
         parsed = parse_body(CHAT, {"messages": MESSAGES} | body, may_stream=True)
         check_model(parsed, frontend)
-        parsed.to_request("id", frontend)
+        parsed.to_requests("id", frontend)[0]
 
     with pytest.raises(InvalidRequestError) as refused:
         read()
     assert len(str(refused.value)) < 1000
     assert len(refused.value.field or "") < 1000
+
+
+def test_each_of_several_prompts_is_a_request(frontend: ModelFrontend) -> None:
+    for prompts in (["Hi", "The SELECT statement"], [[3, 4], [5]], ["Hi", [5]]):
+        requests = parse_body(COMPLETIONS, {"prompt": prompts, "seed": 3}).to_requests("r", frontend)
+        expected = [
+            parse_body(COMPLETIONS, {"prompt": one, "seed": 3}).to_requests("r", frontend)[0]
+            for one in prompts
+        ]
+        assert requests == expected
+
+
+def test_an_echo_of_log_probabilities_needs_those_of_the_prompt(frontend: ModelFrontend) -> None:
+    body = {"prompt": "Hi", "echo": True, "logprobs": 2, "max_tokens": 0}
+    [request] = parse_body(COMPLETIONS, body).to_requests("r", frontend)
+    assert (request.params.prompt_logprobs, request.params.max_tokens) == (2, 1)
+
+
+def test_the_model_goes_on_with_the_last_message(frontend: ModelFrontend) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
+    [request] = parse_body(CHAT, {"messages": begun, "continue_final_message": True}).to_requests(
+        "r", frontend
+    )
+    opened = frontend.render_chat(MESSAGES)
+    assert frontend.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False) == (
+        frontend.tokenizer.decode(opened, skip_special_tokens=False) + "Well, "
+    )
+
+
+def test_prompt_logprobs_have_no_place_in_a_stream(frontend: ModelFrontend) -> None:
+    body = parse_body(COMPLETIONS, {"prompt": "Hi", "prompt_logprobs": 1, "stream": True}, may_stream=True)
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs is 1 with stream") as refused:
+        body.to_requests("r", frontend)
+    assert refused.value.field == "prompt_logprobs"

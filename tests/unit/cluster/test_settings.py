@@ -101,6 +101,7 @@ def test_two_spellings_in_one_source_must_agree() -> None:
         ("kv_cache_memory_bytes", "0", "such as 512M"),
         ("seed", "-1", "from 0 to"),
         ("port", "70000", "from 0 to 65535"),
+        ("http_port", "no", "from 0 to 65535, or none"),
         ("model", "", "the directory of a checkpoint"),
     ],
 )
@@ -114,6 +115,13 @@ def test_an_illegal_value_is_named_with_its_rule(field: str, value: Any, rule: s
     if isinstance(value, str) and value:
         with pytest.raises(ConfigError, match=f"environment LATENTRAY_{field.upper()}"):
             load({}, **{f"LATENTRAY_{field.upper()}": value})
+
+
+@pytest.mark.parametrize(("value", "port"), [("none", None), (None, 8000), (0, 0), ("9000", 9000)])
+def test_http_is_served_unless_it_is_turned_off(value: Any, port: int | None) -> None:
+    assert load({"http_port": value} if value is not None else {}).args.http_port == port
+    if value is not None:
+        assert load({}, LATENTRAY_HTTP_PORT=str(value)).args.http_port == port
 
 
 def test_json_may_not_nest_without_end() -> None:

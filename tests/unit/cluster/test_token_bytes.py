@@ -91,9 +91,7 @@ def choices(endpoint: str, entries: tuple[TokenLogprob, ...], **body: Any) -> di
     ids = tuple(entry.token_id for entry in entries)
     builder.push(RequestUpdate(request_id="0", token_ids=ids, logprobs=entries, finish_reason="length"))
     parsed = parse_body(endpoint, body)
-    answer = answer_body(
-        parsed, builder.output(), model="tiny-dsa", token_bytes=frontend.tokenizer.token_bytes
-    )
+    answer = answer_body(parsed, [builder], frontend)
     found: dict[str, Any] = json.loads(json.dumps(answer))["choices"][0]
     return found
 

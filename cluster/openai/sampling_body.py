@@ -1,0 +1,85 @@
+"""What the bodies of all endpoints share: the model, how to draw, and how to stream."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictBool
+
+from actors.requests import Request
+from actors.sampling_params import PARAMETERS, SamplingParams
+from cluster.frontend.front_end import ModelFrontend
+from kernels_integration.errors import InvalidRequestError
+
+OPENAI_PARAMETERS = frozenset(name for name, row in PARAMETERS.items() if row.openai)
+"""Sampling parameters that bodies have under their own names."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream brings beside its tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    include_usage: StrictBool | None = None
+
+
+class SamplingBody(BaseModel):
+    """Beside these fields, every sampling parameter under its own name.
+
+    Values of parameters are checked by SamplingParams; null means not given.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    priority: Any = None
+    cache_salt: Any = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of totals."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def given_parameters(self) -> dict[str, Any]:
+        """Sampling parameters that the body gives."""
+        extra = self.model_extra or {}
+        return {name: extra[name] for name in OPENAI_PARAMETERS if extra.get(name) is not None}
+
+    @property
+    def skips_special_tokens(self) -> bool:
+        """Whether special tokens are left out of the text."""
+        return self.given_parameters.get("skip_special_tokens") is not False
+
+    def build_request(
+        self,
+        request_id: str,
+        frontend: ModelFrontend,
+        prompt: str | Sequence[int],
+        *,
+        default_max_tokens: int | None,
+        **own: Any,
+    ) -> Request:
+        """The checkpoint's defaults, overridden by what the body gives. own: the endpoint's own spellings.
+
+        Errors: InvalidRequestError.
+        """
+        defaults = dict(frontend.default_sampling_params)
+        most = defaults.pop("max_tokens", default_max_tokens)
+        own = {name: value for name, value in own.items() if value is not None}
+        params = SamplingParams(**{"max_tokens": None} | defaults | self.given_parameters | own)
+        if self.stream and params.prompt_logprobs is not None and "prompt_logprobs" not in own:
+            raise InvalidRequestError(
+                f"prompt_logprobs is {params.prompt_logprobs} with stream, whose chunks have no place for "
+                "them; leave out one of the two",
+                field="prompt_logprobs",
+            )
+        return frontend.build_request(
+            request_id,
+            prompt,
+            params,
+            priority=0 if self.priority is None else self.priority,
+            cache_salt=self.cache_salt,
+            default_max_tokens=None if most is None else int(most),
+        )
