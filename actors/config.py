@@ -63,6 +63,12 @@ class GroupConfig:
     """File of the chat template that is used instead of the checkpoint's."""
     generation_config: Literal["auto", "vllm"] = "auto"
     """auto: requests that leave a parameter open get the checkpoint's. vllm: SamplingParams' own."""
+    tool_call_parser: Literal[
+        "auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "glm47"
+    ] = "auto"
+    """How the model calls tools; auto: as its chat template writes it."""
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "deepseek_v3", "glm45"] = "auto"
+    """Whether thoughts are told from answers; auto: where the chat template does."""
     max_logprobs: int = 20
     """Alternatives that a request may ask for beside each token; -1: the whole vocabulary."""
     seed: int = 0

@@ -102,6 +102,22 @@ class EngineArgs(SettingsModel):
             shown_default="the checkpoint's",
         ),
     ] = None
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "glm47"],
+        Setting(
+            "How the model calls tools, by vLLM's names, for OpenAI's API. auto: as its chat template "
+            "writes it.",
+            group="Model",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "deepseek_v3", "glm45"],
+        Setting(
+            "Whether <think> and </think> divide thoughts from answers. auto: where the chat template "
+            "writes them.",
+            group="Model",
+        ),
+    ] = "auto"
     generation_config: Annotated[
         Literal["auto", "vllm"],
         Setting(

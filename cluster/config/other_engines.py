@@ -16,7 +16,6 @@ _DRAFTS = "use --num-speculative-tokens"
 _GROUPS = "a server has one group; start several, and a router such as SMG before them"
 _LAYERS = "layers are not spread over stages; spread each one by --tensor-parallel-size"
 _DOWNLOAD = "nothing is downloaded; download the model first and pass its directory as --model"
-_PARSER = "the server streams token ids; the router before it parses them"
 
 OTHER_ENGINES = {
     "tp": _TP,
@@ -62,9 +61,7 @@ OTHER_ENGINES = {
     "download_dir": _DOWNLOAD,
     "revision": _DOWNLOAD,
     "hf_token": _DOWNLOAD,
-    "tool_call_parser": _PARSER,
-    "enable_auto_tool_choice": _PARSER,
-    "reasoning_parser": _PARSER,
+    "enable_auto_tool_choice": "tools may be called wherever a request gives some; leave it out",
     "swap_space": "preempted requests are computed again, nothing is swapped; leave it out",
     "cpu_offload_gb": "weights stay where they compute; spread them by --tensor-parallel-size",
     "distributed_executor_backend": "groups run on Ray; generate and batch also take --executor inline",

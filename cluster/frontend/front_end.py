@@ -21,6 +21,7 @@ from actors.sampling_params import (
     TOKEN_ID_PARAMETERS,
     SamplingParams,
 )
+from cluster.chat.answer_form import AnswerForm, ReasoningParser, ToolCallParser, answer_form
 from cluster.chat.messages import checked_messages, checked_tools
 from cluster.chat.open_end import left_open, until_open_end
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
@@ -42,6 +43,7 @@ class ModelFrontend:
     --generation-config vllm. They apply where a front leaves a parameter open: OpenAI bodies, LLM without
     sampling_params, the command line. The gRPC wire has presence rules of its own.
     max_logprobs: alternatives a request may ask for beside each token; -1: any number.
+    answer_form: how the model writes thoughts and calls of tools; None: it does neither.
     scheduling_policy: under fcfs nobody may ask for a priority, which would do nothing.
     """
 
@@ -57,8 +59,10 @@ class ModelFrontend:
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
         seed: int | None = None,
+        answer_form: AnswerForm | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.answer_form = answer_form or AnswerForm()
         self.served_model_name = served_model_name
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -83,12 +87,15 @@ class ModelFrontend:
         tokenizer_mode: TokenizerMode = "auto",
         chat_template: str | Path | None = None,
         generation_config: Literal["auto", "vllm"] = "auto",
+        tool_call_parser: ToolCallParser = "auto",
+        reasoning_parser: ReasoningParser = "auto",
     ) -> "ModelFrontend":
         """Read a checkpoint's tokenizer files, config.json and generation_config.json.
 
         seed: requests without a seed draw theirs from it, in order of building; None: from the system.
         tokenizer_mode, chat_template: see `load_tokenizer`. generation_config: "vllm" leaves the
         checkpoint's sampling parameters alone; its ends of a stream count all the same.
+        tool_call_parser, reasoning_parser: see `answer_form`.
         Errors: CheckpointError; ConfigError for chat_template.
         """
         directory = Path(model_path)
@@ -107,6 +114,12 @@ class ModelFrontend:
             max_logprobs=max_logprobs,
             scheduling_policy=scheduling_policy,
             seed=seed,
+            answer_form=answer_form(
+                tokenizer.template_source,
+                tokenizer.backend,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+            ),
         )
 
     @classmethod
@@ -122,6 +135,8 @@ class ModelFrontend:
             tokenizer_mode=config.tokenizer_mode,
             chat_template=config.chat_template,
             generation_config=config.generation_config,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
 
     def sampling_defaults(self, *, max_tokens: int | None = 16) -> SamplingParams:

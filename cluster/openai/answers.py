@@ -10,6 +10,7 @@ from cluster.errors import outcome
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.bodies import Body
 from cluster.openai.chat_body import ChatBody
+from cluster.openai.chat_message import finish_reason, whole_message
 from cluster.openai.completions_body import CompletionsBody
 from cluster.openai.echo import echoed_prompt, joined, without_tokens
 from cluster.outputs import CompletionOutput, Logprob, OutputBuilder, RequestOutput
@@ -32,7 +33,7 @@ def answer_body(body: Body, outputs: Sequence[OutputBuilder], frontend: ModelFro
                 prompt = echoed_prompt(body, position, builder, frontend)
                 shown = shown if prompt is None else joined(prompt, shown)
             index = first + completion.index
-            choices.append(_choice(body, index, shown, frontend.tokenizer.token_bytes))
+            choices.append(_choice(body, index, shown, frontend, prompt_token_ids=result.prompt_token_ids))
         if result.prompt_logprobs is not None and "prompt_logprobs" in body.given_parameters:
             # where vLLM puts it
             (answer if is_chat else choices[first])["prompt_logprobs"] = [
@@ -83,14 +84,24 @@ def choice_logprobs(
     return _completions_logprobs(completion, token_bytes, offsets)
 
 
-def _choice(body: Body, index: int, completion: CompletionOutput, token_bytes: TokenBytes) -> dict[str, Any]:
+def _choice(
+    body: Body,
+    index: int,
+    completion: CompletionOutput,
+    frontend: ModelFrontend,
+    *,
+    prompt_token_ids: Sequence[int],
+) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index}
+    reason: str | None = completion.finish_reason
     if isinstance(body, ChatBody):
-        choice["message"] = {"role": "assistant", "content": completion.text}
+        message = whole_message(body.reader(frontend, prompt_token_ids), completion.text)
+        choice["message"] = message
+        reason = finish_reason(reason, has_calls="tool_calls" in message)
     else:
         choice["text"] = completion.text
-    choice["logprobs"] = choice_logprobs(body, completion, token_bytes)
-    choice["finish_reason"] = completion.finish_reason
+    choice["logprobs"] = choice_logprobs(body, completion, frontend.tokenizer.token_bytes)
+    choice["finish_reason"] = reason
     choice["stop_reason"] = completion.stop_reason
     return choice
 

@@ -1,10 +1,12 @@
 """A streamed answer as OpenAI's chunks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from cluster.openai.answers import answer_head, choice_logprobs
 from cluster.openai.bodies import Body
 from cluster.openai.chat_body import ChatBody
+from cluster.openai.chat_message import Deltas, finish_reason
 from cluster.outputs import CompletionOutput
 from cluster.tokenizer.token_bytes import TokenBytes
 
@@ -12,8 +14,18 @@ from cluster.tokenizer.token_bytes import TokenBytes
 class Chunks:
     """The chunks of one answer, each a JSON object; their texts, joined, are the whole answer's."""
 
-    def __init__(self, body: Body, request_id: str, *, model: str, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self,
+        body: Body,
+        request_id: str,
+        *,
+        model: str,
+        token_bytes: TokenBytes,
+        deltas: Sequence[Deltas] = (),
+    ) -> None:
+        """deltas: of a chat's choices."""
         self._body = body
+        self._deltas = deltas
         self._token_bytes = token_bytes
         self._head = answer_head(body, request_id, model=model)
         if isinstance(body, ChatBody):
@@ -31,15 +43,21 @@ class Chunks:
     def piece(self, part: CompletionOutput) -> list[dict[str, Any]]:
         """The chunk of what is new of one choice; [] where nothing can be shown yet."""
         logprobs = choice_logprobs(self._body, part, self._token_bytes, self._offsets_of(part))
-        if not part.text and not part.finish_reason and (logprobs is None or not part.token_ids):
-            return []
+        reason: str | None = part.finish_reason
         if isinstance(self._body, ChatBody):
-            content: dict[str, Any] = {"delta": {"content": part.text} if part.text else {}}
+            deltas = self._deltas[part.index]
+            delta = deltas.push(part.text, is_last=reason is not None)
+            reason = finish_reason(reason, has_calls=deltas.num_calls > 0)
+            content: dict[str, Any] = {"delta": delta}
+            has_news = bool(delta)
         else:
             content = {"text": part.text}
-        if part.finish_reason is not None:
+            has_news = bool(part.text)
+        if not has_news and not reason and (logprobs is None or not part.token_ids):
+            return []
+        if reason is not None:
             content["stop_reason"] = part.stop_reason
-        return [self._chunk(part.index, content, logprobs, part.finish_reason)]
+        return [self._chunk(part.index, content, logprobs, reason)]
 
     def usage(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The last chunk, with the totals, where the body asks for it."""

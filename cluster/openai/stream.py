@@ -8,6 +8,8 @@ from actors.requests import Request, RequestUpdate
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.answers import usage_of
 from cluster.openai.bodies import Body
+from cluster.openai.chat_body import ChatBody
+from cluster.openai.chat_message import Deltas
 from cluster.openai.chunks import Chunks
 from cluster.openai.completions_body import CompletionsBody
 from cluster.openai.echo import echoed_prompt, without_tokens
@@ -27,6 +29,12 @@ class StreamedAnswer:
             requests[0].request_id,
             model=frontend.served_model_name,
             token_bytes=frontend.tokenizer.token_bytes,
+            deltas=[
+                Deltas(body.reader(frontend, request.prompt_token_ids))
+                for request in requests
+                for _ in range(request.params.n)
+                if isinstance(body, ChatBody)
+            ],
         )
         self._waiting: dict[int, list[CompletionOutput]] = {}
         """Parts of completions whose echoed prompt has not been shown, by the request's position."""

@@ -24,6 +24,7 @@ ASSISTANT = "<｜Assistant｜>"
 THINK = "<think>"
 END_THINK = "</think>"
 DSML = "｜DSML｜"
+MARKS = BOS + EOS + USER + ASSISTANT + THINK + END_THINK + DSML
 
 _TOOLS = f"""## Tools
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.tokenizer.deepseek_v32_encoding import DeepseekV32Encoding
+from cluster.tokenizer.deepseek_v32_encoding import MARKS, DeepseekV32Encoding
 from cluster.tokenizer.fast_tokenizer import FastTokenizer
 from kernels_integration.errors import InvalidRequestError, shown
 
@@ -19,6 +19,10 @@ class DeepseekV32Tokenizer(FastTokenizer):
     @property
     def renders_chats(self) -> bool:
         return True
+
+    @property
+    def template_source(self) -> str | None:
+        return MARKS
 
     def render_chat(
         self,

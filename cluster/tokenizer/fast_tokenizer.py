@@ -59,6 +59,10 @@ class FastTokenizer:
     def renders_chats(self) -> bool:
         return bool(self.chat_templates)
 
+    @property
+    def template_source(self) -> str | None:
+        return "\n".join(template.source for template in self.chat_templates.values()) or None
+
     @cached_property
     def token_bytes(self) -> TokenBytes:
         return TokenBytes(self.backend)

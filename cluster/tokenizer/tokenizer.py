@@ -35,6 +35,10 @@ class Tokenizer(Protocol):
     def renders_chats(self) -> bool:
         """Whether `render_chat` can work at all."""
 
+    @property
+    def template_source(self) -> str | None:
+        """A text with the marks that chats are written with; None: they cannot be written."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of the text. Special tokens written in the text become their ids."""
 

@@ -132,7 +132,7 @@ async def test_models_tokens_versions_and_health(server: GatewayServer, client: 
         ({"messages": FRANCE, "stream": 1}, 400, "stream", "valid boolean"),
         ({"messages": FRANCE, "stream_options": {"x": 1}}, 400, "stream_options.x", "x"),
         ({"messages": FRANCE, "model": "gpt-4"}, 404, "model", "the model served here is 'tiny'"),
-        ({"messages": FRANCE, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ({"messages": FRANCE, "tools": [{"type": "function"}]}, 400, "tools[0].function", "a name"),
         ({"messages": []}, 400, "messages", "messages"),
     ],
 )

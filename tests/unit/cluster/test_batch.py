@@ -14,6 +14,7 @@ from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
 from cluster.report.output_file import open_output
 from kernels_integration.errors import OverloadedError, UnavailableError
+from tests.support.scripted_chat import chat_frontend
 from tests.support.scripted_engine import Answer, ScriptedEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -54,6 +55,37 @@ def run(
     return written, summary, engine
 
 
+def test_rows_take_what_http_takes(frontend: ModelFrontend) -> None:
+    """Several prompts, an echo, and tools."""
+    template = str(Path(__file__).parent / "templates" / "glm_style.jinja")
+    thinking = chat_frontend(template)
+    text = "<think>Hm.</think>I ask.<tool_call>now</tool_call>"
+    said = tuple(thinking.tokenizer.encode(text, add_special_tokens=False))
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    chat = [{"role": "user", "content": "Hello"}]
+    [answer], _, _ = run(thinking, [row("c", CHAT, messages=chat, tools=tools)], answer=lambda _: said)
+    message = answer["response"]["body"]["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("I ask.", "Hm.")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+
+    lines = [row("p", prompt=["one", "two", [5, 6]], echo=True), row("q", prompt=["x", "y"])]
+    [first, second], summary, _ = run(frontend, list(lines))
+    texts = [choice["text"] for choice in first["response"]["body"]["choices"]]
+    assert texts[:2] == ["oneone", "twotwo"]
+    assert [choice["index"] for choice in first["response"]["body"]["choices"]] == [0, 1, 2]
+    assert second["response"]["body"]["id"] == "cmpl-2"
+    assert (summary.num_rows, summary.num_failed) == (2, 0)
+    total = first["response"]["body"]["usage"]["total_tokens"]
+    total += second["response"]["body"]["usage"]["total_tokens"]
+    assert total == summary.num_prompt_tokens + summary.num_completion_tokens
+
+    def refuse(request: Request) -> Answer:
+        return OverloadedError("no room") if request.request_id == "1-1" else echo(request)
+
+    [failed], summary, _ = run(frontend, [row("p", prompt=["one", "two", "three"])], answer=refuse)
+    assert (failed["error"]["message"], summary.num_failed) == ("no room", 1)
+
+
 def test_answers_have_openais_shape(frontend: ModelFrontend) -> None:
     chat = [{"role": "user", "content": "Hello"}]
     lines = [
@@ -66,7 +98,7 @@ def test_answers_have_openais_shape(frontend: ModelFrontend) -> None:
     body = first["response"]["body"]
     assert (body["object"], body["model"]) == ("chat.completion", "tiny-dsa")
     choice = body["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "Hello"}
+    assert choice["message"] == {"role": "assistant", "content": "Hello", "refusal": None}
     assert choice["finish_reason"] == "length"
     entry = choice["logprobs"]["content"][0]
     assert entry["bytes"] == list(entry["token"].encode())

@@ -1,0 +1,98 @@
+"""`tools`, `tool_choice` and `parallel_tool_calls` of a chat's body, checked."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.frontend.front_end import ModelFrontend
+from kernels_integration.errors import InvalidRequestError, shown
+
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
+_NAME_RULE = "a text of 1 to 256 letters, digits and _ . : / -"
+
+
+def checked_tools(tools: object, frontend: ModelFrontend) -> list[Mapping[str, Any]]:
+    """Tools of type function, each with a name of its own; [] where there are none.
+
+    Errors: InvalidRequestError naming the place; also when nobody knows how the model calls tools.
+    """
+    if tools is None or tools == []:
+        return []
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"tools is {shown(tools)}; it must be a list of at most {MAX_TOOLS} objects of type function",
+            field="tools",
+        )
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        name = _name(tool, f"tools[{index}]")
+        if name in names:
+            field = f"tools[{index}].function.name"
+            raise InvalidRequestError(
+                f"{field} is {shown(name)}, as of an earlier tool; give each a name of its own", field=field
+            )
+        names.add(name)
+    if frontend.answer_form.calls is None:
+        raise InvalidRequestError(
+            f"tools are given, and it is not known how {frontend.served_model_name} calls them; leave them "
+            "out, or name its form by --tool-call-parser",
+            field="tools",
+        )
+    return tools
+
+
+def shows_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the model may call the tools: it is shown them then. Errors: InvalidRequestError."""
+    if choice is None or choice in ("auto", "none"):
+        return bool(tools) and choice != "none"
+    named = _named(choice)
+    if choice != "required" and named is None:
+        raise InvalidRequestError(
+            f"tool_choice is {shown(choice)}; it must be auto, none, required, or an object of type function "
+            "with a function's name",
+            field="tool_choice",
+        )
+    if not tools:
+        raise InvalidRequestError(
+            f"tool_choice is {shown(choice)} without tools; give tools, or leave it out", field="tool_choice"
+        )
+    if named is not None and named not in [tool["function"]["name"] for tool in tools]:
+        raise InvalidRequestError(
+            f"tool_choice names {shown(named)}, which is none of the tools", field="tool_choice"
+        )
+    raise InvalidRequestError(
+        f"tool_choice is {shown(choice)}, which is not supported; use auto or none", field="tool_choice"
+    )
+
+
+def _named(choice: object) -> str | None:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    is_function = isinstance(function, Mapping) and choice.get("type") == "function"  # type: ignore[attr-defined]
+    name = function.get("name") if is_function else None  # type: ignore[union-attr]
+    return name if isinstance(name, str) else None
+
+
+def _name(tool: object, field: str) -> str:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise InvalidRequestError(
+            f"{field} is of type {shown(kind)}; it must be an object of type function", field=f"{field}.type"
+        )
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidRequestError(
+            f"{field}.function is {shown(function)}; it must be an object with a name and parameters",
+            field=f"{field}.function",
+        )
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{field}.function.name is {shown(name)}; it must be {_NAME_RULE}", field=f"{field}.function.name"
+        )
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InvalidRequestError(
+            f"{field}.function.parameters is {shown(parameters)}; it must be a JSON schema",
+            field=f"{field}.function.parameters",
+        )
+    return name
