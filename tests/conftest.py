@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# Before anything imports torch: tests run side by side, and a thread that spins for its share slows all.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).parents[1]
 ONE_AT_A_TIME = ("tests/ray/", "tests/gateway/", "tests/unit/transport/")
 """They start clusters and servers, or watch clocks."""
