@@ -8,8 +8,9 @@ from typing import Any
 from actors.parameter_kinds import is_text
 from cluster.errors import outcome
 from cluster.frontend.front_end import ModelFrontend
-from cluster.openai.answers import answer_body, error_body
+from cluster.openai.answers import error_body
 from cluster.openai.bodies import ENDPOINTS, Body, check_model, parse_body
+from cluster.openai.endpoints import whole_answer
 from cluster.outputs import OutputBuilder
 from kernels_integration.errors import InvalidRequestError, LatentrayError, shown
 
@@ -71,7 +72,7 @@ def answered_row(
         "response": {
             "status_code": 200,
             "request_id": request_id,
-            "body": answer_body(row.body, outputs, frontend),
+            "body": whole_answer(row.body, outputs, frontend),
         },
         "error": None,
     }

@@ -9,6 +9,8 @@ from cluster.chat.incoming import SPACE_BEFORE, Incoming, Pattern, Reader, Space
 
 THINK = "<think>"
 END_THINK = "</think>"
+END_OF_PROMPT = 16
+"""Tokens of a prompt in which the beginning of thoughts would stand."""
 _BEGIN: Pattern = (Space(), THINK)
 _END: Pattern = (Space(), END_THINK)
 

@@ -18,11 +18,10 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.http.errors import DONE, REQUEST_ID_HEADER, event
-from cluster.openai.answers import answer_body, error_body
 from cluster.openai.bodies import Body, check_model, parse_body
-from cluster.openai.stream import StreamedAnswer
+from cluster.openai.endpoints import AnswerStream, streamed_answer, whole_answer
 from cluster.outputs import OutputBuilder
-from kernels_integration.errors import InvalidRequestError, shown
+from kernels_integration.errors import InvalidRequestError, LatentrayError, shown
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds that the client will wait."""
@@ -70,7 +69,7 @@ class Completions:
         except Exception as error:
             if stream.response is None:
                 raise
-            await stream.write([error_body(for_client(error, http.path))])
+            await stream.fail(for_client(error, http.path))
         return await stream.end()
 
     async def _whole(
@@ -80,7 +79,7 @@ class Completions:
         async for position, update in updates:
             record.took(_choice(requests, position, update), update)
             builders[position].push(update)
-        answer = answer_body(body, builders, self._frontend)
+        answer = whole_answer(body, builders, self._frontend)
         return web.json_response(answer, headers={REQUEST_ID_HEADER: requests[0].request_id})
 
     async def _write_pieces(
@@ -91,7 +90,7 @@ class Completions:
         updates: Updates,
         record: RequestRecord,
     ) -> None:
-        answer = StreamedAnswer(body, requests, self._frontend)
+        answer = stream.answer = streamed_answer(body, requests, self._frontend)
         opening = answer.opening()
         async for position, update in updates:
             record.took(_choice(requests, position, update), update)
@@ -113,6 +112,8 @@ class EventStream:
         self._request_id = request_id
         self.response: web.StreamResponse | None = None
         """Once the headers are sent."""
+        self.answer: AnswerStream | None = None
+        """What is written, once it is known."""
 
     async def write(self, chunks: Sequence[dict[str, Any]]) -> None:
         """One event each; waits for a client that reads slowly. One that has gone cancels the call."""
@@ -121,13 +122,20 @@ class EventStream:
         if not chunks:
             return
         try:
-            await self.response.write(b"".join(map(event, chunks)))
+            named = self.answer is not None and self.answer.names_events
+            await self.response.write(b"".join(event(chunk, named=named) for chunk in chunks))
         except ConnectionError as error:
             raise asyncio.CancelledError from error
 
+    async def fail(self, error: LatentrayError) -> None:
+        """Tell what has ended the stream."""
+        assert self.answer is not None
+        await self.write(self.answer.failed(error))
+
     async def end(self) -> web.StreamResponse:
         response = self.response or await self._opened()
-        await response.write(DONE)
+        if self.answer is None or not self.answer.names_events:
+            await response.write(DONE)
         await response.write_eof()
         return response
 

@@ -1,6 +1,7 @@
 """Errors as HTTP answers: always OpenAI's envelope, whatever went wrong and wherever."""
 
 import json
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -48,9 +49,10 @@ def _refused(status: int, message: str) -> web.Response:
     return web.json_response({"error": body}, status=status)
 
 
-def event(data: object) -> bytes:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+def event(data: dict[str, Any], *, named: bool = False) -> bytes:
+    """One server-sent event. named: it has the name that the data has as "type"."""
+    name = f"event: {data['type']}\n" if named else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"

@@ -8,17 +8,18 @@ from typing import Any
 from actors.sampling_params import ALL_LOGPROBS
 from cluster.errors import outcome
 from cluster.frontend.front_end import ModelFrontend
-from cluster.openai.bodies import Body
+from cluster.openai.bodies import TextBody
 from cluster.openai.chat_body import ChatBody
 from cluster.openai.chat_message import finish_reason, whole_message
 from cluster.openai.completions_body import CompletionsBody
 from cluster.openai.echo import echoed_prompt, joined, without_tokens
+from cluster.openai.usage import usage_of
 from cluster.outputs import CompletionOutput, Logprob, OutputBuilder, RequestOutput
 from cluster.tokenizer.token_bytes import TokenBytes
 from kernels_integration.errors import LatentrayError
 
 
-def answer_body(body: Body, outputs: Sequence[OutputBuilder], frontend: ModelFrontend) -> dict[str, Any]:
+def answer_body(body: TextBody, outputs: Sequence[OutputBuilder], frontend: ModelFrontend) -> dict[str, Any]:
     """The answer to a body whose requests have finished, in the shape of its endpoint."""
     is_chat = isinstance(body, ChatBody)
     results = [builder.output() for builder in outputs]
@@ -40,10 +41,16 @@ def answer_body(body: Body, outputs: Sequence[OutputBuilder], frontend: ModelFro
                 None if alternatives is None else {str(t): asdict(entry) for t, entry in alternatives.items()}
                 for alternatives in result.prompt_logprobs
             ]
-    return answer | {"choices": choices, "usage": usage_of(body, results)}
+    return answer | {"choices": choices, "usage": answer_usage(body, results, frontend)}
 
 
-def answer_head(body: Body, request_id: str, *, model: str) -> dict[str, Any]:
+def answer_usage(body: TextBody, results: Sequence[RequestOutput], frontend: ModelFrontend) -> dict[str, Any]:
+    """What a prompt that stands alone has cost does not include the token that was not shown."""
+    alone = isinstance(body, CompletionsBody) and body.wants_prompt_alone
+    return usage_of(results, frontend, counts_completions=not alone)
+
+
+def answer_head(body: TextBody, request_id: str, *, model: str) -> dict[str, Any]:
     """What an answer begins with, and each of its chunks."""
     is_chat = isinstance(body, ChatBody)
     return {
@@ -54,22 +61,8 @@ def answer_head(body: Body, request_id: str, *, model: str) -> dict[str, Any]:
     }
 
 
-def usage_of(body: Body, results: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Totals over the requests of a body."""
-    num_prompt = sum(len(result.prompt_token_ids) for result in results)
-    num_completion = sum(len(c.token_ids) for result in results for c in result.outputs)
-    if isinstance(body, CompletionsBody) and body.wants_prompt_alone:
-        num_completion = 0
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in results)},
-    }
-
-
 def choice_logprobs(
-    body: Body,
+    body: TextBody,
     completion: CompletionOutput,
     token_bytes: TokenBytes,
     offsets: Sequence[int] | None = None,
@@ -85,7 +78,7 @@ def choice_logprobs(
 
 
 def _choice(
-    body: Body,
+    body: TextBody,
     index: int,
     completion: CompletionOutput,
     frontend: ModelFrontend,

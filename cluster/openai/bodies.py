@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.chat_body import ChatBody
 from cluster.openai.completions_body import CompletionsBody
+from cluster.openai.responses_body import ResponsesBody
 from cluster.openai.sampling_body import OPENAI_PARAMETERS
 from kernels_integration.errors import InvalidRequestError, UnknownModelError, shortened, shown
 
@@ -30,6 +31,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
+    "n": (1,),
+    "background": (False,),
+    "include": ([],),
+    "truncation": ("disabled",),
+    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+    "previous_response_id": (),
+    "conversation": (),
+    "max_tool_calls": (),
+    "top_logprobs": (0,),
 }
 """Parameters of OpenAI and vLLM that are not supported, and the values under which they ask for nothing."""
 
@@ -38,11 +48,14 @@ _STREAMING = frozenset({"stream", "stream_options"})
 _NO_EFFECT = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 """Parameters that never change an answer."""
 
-Body = ChatBody | CompletionsBody
+TextBody = ChatBody | CompletionsBody
+"""Of answers whose choices are texts or messages."""
+Body = TextBody | ResponsesBody
 
 ENDPOINTS: Mapping[str, type[Body]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionsBody,
+    "/v1/responses": ResponsesBody,
 }
 
 
@@ -52,7 +65,7 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
     Errors: InvalidRequestError naming the parameter.
     """
     cls = ENDPOINTS[url]
-    legal = cls.model_fields.keys() | OPENAI_PARAMETERS
+    legal = (cls.model_fields.keys() | OPENAI_PARAMETERS) - cls.not_taken
     if not may_stream:
         legal -= _STREAMING
     for name, value in body.items():

@@ -7,14 +7,11 @@ from pydantic import StrictBool
 
 from actors.requests import Request
 from cluster.chat.answer_reader import AnswerReader
-from cluster.chat.reasoning import opens_thoughts
+from cluster.chat.reasoning import END_OF_PROMPT, opens_thoughts
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.sampling_body import SamplingBody
 from cluster.openai.tools import checked_tools, shows_tools
 from kernels_integration.errors import InvalidRequestError, shown
-
-_END_OF_PROMPT = 16
-"""Tokens in which the beginning of thoughts would stand."""
 
 
 class ChatBody(SamplingBody):
@@ -67,7 +64,7 @@ class ChatBody(SamplingBody):
 
     def reader(self, frontend: ModelFrontend, prompt_token_ids: Sequence[int]) -> AnswerReader:
         """What reads an answer to the prompt that the body has made."""
-        end = frontend.tokenizer.decode(prompt_token_ids[-_END_OF_PROMPT:], skip_special_tokens=False)
+        end = frontend.tokenizer.decode(prompt_token_ids[-END_OF_PROMPT:], skip_special_tokens=False)
         return AnswerReader(
             frontend.answer_form,
             opened=opens_thoughts(end),

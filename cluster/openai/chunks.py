@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.openai.answers import answer_head, choice_logprobs
-from cluster.openai.bodies import Body
+from cluster.openai.bodies import TextBody
 from cluster.openai.chat_body import ChatBody
 from cluster.openai.chat_message import Deltas, finish_reason
 from cluster.outputs import CompletionOutput
@@ -16,7 +16,7 @@ class Chunks:
 
     def __init__(
         self,
-        body: Body,
+        body: TextBody,
         request_id: str,
         *,
         model: str,
@@ -60,8 +60,8 @@ class Chunks:
         return [self._chunk(part.index, content, logprobs, reason)]
 
     def usage(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """The last chunk, with the totals, where the body asks for it."""
-        return [self._head | {"choices": [], "usage": usage}] if self._body.wants_usage else []
+        """The last chunk, with the totals."""
+        return [self._head | {"choices": [], "usage": usage}]
 
     def _offsets_of(self, part: CompletionOutput) -> list[int] | None:
         if part.logprobs is None or isinstance(self._body, ChatBody):

@@ -1,7 +1,7 @@
 """What the bodies of all endpoints share: the model, how to draw, and how to stream."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, StrictBool
 
@@ -29,6 +29,9 @@ class SamplingBody(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+    not_taken: ClassVar[frozenset[str]] = frozenset()
+    """Fields and parameters that the endpoint has no place for, or another name."""
 
     model: str | None = None
     priority: Any = None

@@ -6,20 +6,23 @@ from typing import Any
 
 from actors.requests import Request, RequestUpdate
 from cluster.frontend.front_end import ModelFrontend
-from cluster.openai.answers import usage_of
-from cluster.openai.bodies import Body
+from cluster.openai.answers import answer_usage, error_body
+from cluster.openai.bodies import TextBody
 from cluster.openai.chat_body import ChatBody
 from cluster.openai.chat_message import Deltas
 from cluster.openai.chunks import Chunks
 from cluster.openai.completions_body import CompletionsBody
 from cluster.openai.echo import echoed_prompt, without_tokens
 from cluster.outputs import CompletionOutput, OutputBuilder
+from kernels_integration.errors import LatentrayError
 
 
 class StreamedAnswer:
     """Choices are counted through the requests. requests: those of the body, in their order."""
 
-    def __init__(self, body: Body, requests: Sequence[Request], frontend: ModelFrontend) -> None:
+    names_events = False
+
+    def __init__(self, body: TextBody, requests: Sequence[Request], frontend: ModelFrontend) -> None:
         self._body = body
         self._frontend = frontend
         self._builders = [OutputBuilder(request, frontend) for request in requests]
@@ -65,7 +68,14 @@ class StreamedAnswer:
 
     def closing(self) -> list[dict[str, Any]]:
         """What comes after all tokens."""
-        return self._chunks.usage(usage_of(self._body, [builder.output() for builder in self._builders]))
+        if not self._body.wants_usage:
+            return []
+        results = [builder.output() for builder in self._builders]
+        return self._chunks.usage(answer_usage(self._body, results, self._frontend))
+
+    def failed(self, error: LatentrayError) -> list[dict[str, Any]]:
+        """What comes instead, after an error."""
+        return [error_body(error)]
 
     def _shown(self, position: int, part: CompletionOutput) -> list[dict[str, Any]]:
         if isinstance(self._body, CompletionsBody) and self._body.wants_prompt_alone:

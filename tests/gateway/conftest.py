@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import pytest
+import pytest_asyncio
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from actors.config import GroupConfig
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway import GatewayServer
+from tests.support.scripted_chat import Saying, chat_frontend
+from tests.support.scripted_group import ScriptedGroup
 
 CHECKPOINT = Path(__file__).parents[2] / "cluster" / "assets" / "tiny-dsa"
 Serve = Callable[..., Awaitable[GatewayServer]]
@@ -69,3 +73,30 @@ async def stub_of() -> AsyncIterator[Callable[[GatewayServer], Any]]:
     yield connect
     for channel in channels:
         await channel.close()
+
+
+GLM = Path(__file__).parents[1] / "unit" / "cluster" / "templates" / "glm_style.jinja"
+
+
+@pytest.fixture(scope="module")
+def saying() -> Saying:
+    """What the model of `chat_server` says: one that thinks and calls tools as GLM does."""
+    return Saying(chat_frontend(str(GLM)))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chat_server(saying: Saying, config: GroupConfig) -> AsyncIterator[GatewayServer]:
+    """One server for all tests of a file, which must run in the module's event loop."""
+    group = ScriptedGroup(saying)
+    server = GatewayServer(groups=[group], config=config, frontend=saying.frontend, port=0, http_port=0)
+    await server.start()
+    yield server
+    await server.stop(drain_s=0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chat_client(chat_server: GatewayServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{chat_server.http_port}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client

@@ -1,54 +1,25 @@
 """Tools and thoughts over HTTP, through the openai client: whole and streamed answers say the same."""
 
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from pydantic import BaseModel
 
-from actors.config import GroupConfig
-from cluster.gateway import GatewayServer
-from tests.support.scripted_chat import Saying, chat_frontend
-from tests.support.scripted_group import ScriptedGroup
+from tests.support.scripted_chat import Saying
 from tests.unit.cluster.test_answer_reader import TOOLS, glm45, glm47
 
 pytestmark = [pytest.mark.gateway, pytest.mark.asyncio(loop_scope="module")]
-TEMPLATES = Path(__file__).parents[1] / "unit" / "cluster" / "templates"
 ASK = [{"role": "user", "content": "How is the weather in Paris? 😀"}]
 WEATHER = "\n<think>Hm, 日本.</think>\nI look.\n" + glm45("get_weather", city='Pa"ris 😀', days="3")
 
 
-@pytest.fixture(scope="module")
-def saying() -> Saying:
-    return Saying(chat_frontend(str(TEMPLATES / "glm_style.jinja")))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(saying: Saying, config: GroupConfig) -> AsyncIterator[GatewayServer]:
-    group = ScriptedGroup(saying)
-    server = GatewayServer(groups=[group], config=config, frontend=saying.frontend, port=0, http_port=0)
-    await server.start()
-    yield server
-    await server.stop(drain_s=0)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(server: GatewayServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
-
-
-async def both_ways(client: openai.AsyncOpenAI, **asked: Any) -> list[dict[str, Any]]:
+async def both_ways(chat_client: openai.AsyncOpenAI, **asked: Any) -> list[dict[str, Any]]:
     """The messages of the choices, with finish_reason, which are checked to be those of the stream."""
     asked = {"model": "tiny", "messages": ASK} | asked
-    whole = await client.chat.completions.create(**asked)
+    whole = await chat_client.chat.completions.create(**asked)
     messages = []
     for choice in whole.choices:
         message = choice.message.model_dump(exclude_none=True)
@@ -63,7 +34,7 @@ async def both_ways(client: openai.AsyncOpenAI, **asked: Any) -> list[dict[str, 
         )
     streamed = [{"content": "", "reasoning": "", "calls": [], "finish": None} for _ in messages]
     ids: set[str] = set()
-    async for chunk in await client.chat.completions.create(stream=True, **asked):
+    async for chunk in await chat_client.chat.completions.create(stream=True, **asked):
         for part in chunk.choices:
             found, delta = streamed[part.index], part.delta
             found["content"] += delta.content or ""
@@ -82,9 +53,9 @@ async def both_ways(client: openai.AsyncOpenAI, **asked: Any) -> list[dict[str, 
     return messages
 
 
-async def test_a_call_with_thoughts_and_content(client: openai.AsyncOpenAI, saying: Saying) -> None:
+async def test_a_call_with_thoughts_and_content(chat_client: openai.AsyncOpenAI, saying: Saying) -> None:
     saying.text = WEATHER
-    [message] = await both_ways(client, tools=TOOLS)
+    [message] = await both_ways(chat_client, tools=TOOLS)
     assert message == {
         "content": "I look.",
         "reasoning": "Hm, 日本.",
@@ -94,10 +65,10 @@ async def test_a_call_with_thoughts_and_content(client: openai.AsyncOpenAI, sayi
     assert '"get_weather"' in saying.prompts[-1]
 
 
-async def test_arguments_are_streamed_as_they_come(client: openai.AsyncOpenAI, saying: Saying) -> None:
+async def test_arguments_are_streamed_as_they_come(chat_client: openai.AsyncOpenAI, saying: Saying) -> None:
     saying.text = glm47("note", text="a long text " * 40)
     pieces = []
-    async for chunk in await client.chat.completions.create(
+    async for chunk in await chat_client.chat.completions.create(
         model="tiny", messages=ASK, tools=TOOLS, stream=True
     ):
         pieces += [c.function.arguments for c in chunk.choices[0].delta.tool_calls or ()]
@@ -105,11 +76,11 @@ async def test_arguments_are_streamed_as_they_come(client: openai.AsyncOpenAI, s
     assert json.loads("".join(pieces))["text"] == "a long text " * 40
 
 
-async def test_choices_are_read_each_by_itself(client: openai.AsyncOpenAI, saying: Saying) -> None:
+async def test_choices_are_read_each_by_itself(chat_client: openai.AsyncOpenAI, saying: Saying) -> None:
     saying.text = WEATHER + glm47("now")
-    messages = await both_ways(client, tools=TOOLS, n=3)
+    messages = await both_ways(chat_client, tools=TOOLS, n=3)
     assert [len(message["calls"]) for message in messages] == [2, 2, 2]
-    [one] = await both_ways(client, tools=TOOLS, parallel_tool_calls=False)
+    [one] = await both_ways(chat_client, tools=TOOLS, parallel_tool_calls=False)
     assert [name for name, _ in one["calls"]] == ["get_weather"]
 
 
@@ -117,17 +88,17 @@ async def test_choices_are_read_each_by_itself(client: openai.AsyncOpenAI, sayin
     "asked", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tools": None}]
 )
 async def test_where_no_tool_may_be_called_nothing_is_a_call(
-    client: openai.AsyncOpenAI, saying: Saying, asked: dict[str, Any]
+    chat_client: openai.AsyncOpenAI, saying: Saying, asked: dict[str, Any]
 ) -> None:
     saying.text = "Well: " + glm47("now")
-    [message] = await both_ways(client, **asked)
+    [message] = await both_ways(chat_client, **asked)
     assert (message["content"], message["calls"], message["finish"]) == (saying.text, [], "stop")
     assert "get_weather" not in saying.prompts[-1]
 
 
-async def test_a_call_that_is_cut_ends_by_length(client: openai.AsyncOpenAI, saying: Saying) -> None:
+async def test_a_call_that_is_cut_ends_by_length(chat_client: openai.AsyncOpenAI, saying: Saying) -> None:
     saying.text = glm47("note", text="word " * 50)
-    [message] = await both_ways(client, tools=TOOLS, max_tokens=60)
+    [message] = await both_ways(chat_client, tools=TOOLS, max_tokens=60)
     assert message["finish"] == "length"
     [(name, arguments)] = message["calls"]
     assert name == "note"
@@ -137,14 +108,14 @@ async def test_a_call_that_is_cut_ends_by_length(client: openai.AsyncOpenAI, say
 
 
 async def test_log_probabilities_of_all_tokens_come_with_calls(
-    client: openai.AsyncOpenAI, saying: Saying
+    chat_client: openai.AsyncOpenAI, saying: Saying
 ) -> None:
     saying.text = WEATHER
     asked: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": TOOLS, "logprobs": True}
-    whole = await client.chat.completions.create(**asked)
+    whole = await chat_client.chat.completions.create(**asked)
     assert whole.choices[0].logprobs is not None
     streamed = []
-    async for chunk in await client.chat.completions.create(stream=True, **asked):
+    async for chunk in await chat_client.chat.completions.create(stream=True, **asked):
         if chunk.choices[0].logprobs is not None:
             streamed += chunk.choices[0].logprobs.content or []
     assert streamed == whole.choices[0].logprobs.content
@@ -160,14 +131,14 @@ class GetWeather(BaseModel):
 
 
 async def test_the_clients_pydantic_tools_parse_the_arguments(
-    client: openai.AsyncOpenAI, saying: Saying
+    chat_client: openai.AsyncOpenAI, saying: Saying
 ) -> None:
     saying.text = glm47("GetWeather", city="Oslo", days="2")
     tools = [openai.pydantic_function_tool(GetWeather)]
-    parsed = await client.chat.completions.parse(model="tiny", messages=ASK, tools=tools)
+    parsed = await chat_client.chat.completions.parse(model="tiny", messages=ASK, tools=tools)
     [call] = parsed.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments == GetWeather(city="Oslo", days=2)
-    async with client.chat.completions.stream(model="tiny", messages=ASK, tools=tools) as stream:
+    async with chat_client.chat.completions.stream(model="tiny", messages=ASK, tools=tools) as stream:
         kinds = {event.type async for event in stream}
         final = await stream.get_final_completion()
     assert "tool_calls.function.arguments.delta" in kinds
@@ -210,10 +181,10 @@ HISTORIES = {
 
 @pytest.mark.parametrize("name", HISTORIES)
 async def test_histories_that_other_servers_have_stumbled_over(
-    client: openai.AsyncOpenAI, saying: Saying, name: str
+    chat_client: openai.AsyncOpenAI, saying: Saying, name: str
 ) -> None:
     saying.text = "Yes. 😀👍🏽"
-    [message] = await both_ways(client, messages=HISTORIES[name], tools=TOOLS)
+    [message] = await both_ways(chat_client, messages=HISTORIES[name], tools=TOOLS)
     assert message == {"content": saying.text, "reasoning": "", "calls": [], "finish": "stop"}
 
 
@@ -250,16 +221,16 @@ async def test_histories_that_other_servers_have_stumbled_over(
     ],
 )
 async def test_wrong_tools_are_named(
-    client: openai.AsyncOpenAI, change: dict[str, Any], param: str, words: str
+    chat_client: openai.AsyncOpenAI, change: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.chat.completions.create(model="tiny", messages=ASK, extra_body=change)
+        await chat_client.chat.completions.create(model="tiny", messages=ASK, extra_body=change)
     assert refused.value.param == param
     assert words in refused.value.message
 
 
 async def test_a_model_whose_calls_nobody_can_read_gets_no_tools(
-    client: openai.AsyncOpenAI, saying: Saying
+    chat_client: openai.AsyncOpenAI, saying: Saying
 ) -> None:
     form, saying.frontend.answer_form = (
         saying.frontend.answer_form,
@@ -267,6 +238,6 @@ async def test_a_model_whose_calls_nobody_can_read_gets_no_tools(
     )
     try:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-            await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+            await chat_client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
     finally:
         saying.frontend.answer_form = form
