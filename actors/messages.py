@@ -43,6 +43,8 @@ class SamplingSpec(ShardParams, frozen=True, kw_only=True, array_like=True):
     """Token sequences of which the completion may not draw the last token after the others."""
     end_token_ids: tuple[int, ...] = ()
     """Not drawn for the first min_tokens tokens of the completion."""
+    grammar_end_ids: tuple[int, ...] = ()
+    """With structured_outputs: the ends of text, legal where the grammar is complete."""
 
     @property
     def num_logprobs(self) -> int:
@@ -62,12 +64,14 @@ class SamplingSpec(ShardParams, frozen=True, kw_only=True, array_like=True):
     def has_rules(self) -> bool:
         """Some logits are edited before the temperature."""
         ends = self.min_tokens and self.end_token_ids
-        return bool(self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bad_words or ends)
+        has_sets = self.logit_bias or self.allowed_token_ids or self.bad_words or self.structured_outputs
+        return bool(self.has_penalties or has_sets or ends)
 
     @property
     def needs_history(self) -> bool:
         """The shards must know the tokens before a row."""
-        return self.has_penalties or bool(self.bad_words) or self.num_prompt_logprobs >= 0
+        by_text = bool(self.bad_words) or self.structured_outputs is not None
+        return self.has_penalties or by_text or self.num_prompt_logprobs >= 0
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 
 from actors.parameter_kinds import Kind, Number, Switch, Texts, TokenIds, TokenValues, WholeNumber
+from actors.structured_outputs import OneConstraint, StructuredOutputs
 from kernels_integration.errors import InvalidRequestError, shown
 
 ALL_LOGPROBS = -1
@@ -33,6 +34,7 @@ class Wire(Enum):
 
     FIELD = "a field of its name"
     ZERO_IS_UNSET = "a field of its name, of which 0 means the default"
+    CONSTRAINT = "the oneof `constraint`"
     NONE = "no field: refused over gRPC"
     CLIENT = "not at all: what it asks for is done by the client"
 
@@ -159,6 +161,15 @@ class ShardParams(msgspec.Struct, frozen=True, kw_only=True):
             help="Nothing else is drawn.",
             none="all",
             wire=Wire.NONE,
+        ),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Parameter(
+            kind=OneConstraint(),
+            help='What the text must look like: {"json": SCHEMA}, {"regex": "..."}, {"choice": [...]}.',
+            none="free text",
+            wire=Wire.CONSTRAINT,
         ),
     ] = None
     min_tokens: Annotated[int, Parameter(kind=WholeNumber(0), help="No end before as many tokens.")] = 0

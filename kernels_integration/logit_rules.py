@@ -1,11 +1,12 @@
 """What a request says about single tokens, applied to logits before the temperature; sharded by vocabulary.
 
-Order and meaning follow vLLM: allowed ids (all others: -inf), bans (-inf), bias (added), then the penalties:
+Order and meaning follow vLLM: allowed ids (all others: -inf), a mask that a grammar set, bans (-inf), bias
+(added), then the penalties:
 repetition over prompt and completion (a positive logit is divided, another multiplied), frequency times the
 number of times that the completion holds the token, presence once if it holds it. Each entry depends on
 itself alone, so a rank edits its own slice and nothing is exchanged.
 
-Shape legend: R rows of a batch, V tokens of this rank's slice, P rows with penalties.
+Shape legend: R rows of a batch, V tokens of this rank's slice, P rows with penalties, G rows with a mask.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,24 @@ class Entries:
     """[N] int64."""
     column: Tensor
     """[N] int64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMasks:
+    """Tokens that G rows may draw: all others become -inf."""
+
+    row: Tensor
+    """[G] int64."""
+    bits: Tensor
+    """[G, at least (first_bit + V) / 8] uint8, the least significant bit first; 1: may be drawn."""
+    first_bit: int
+    """Of the slice's first token, below 8."""
+
+    def is_legal(self, num_tokens: int) -> Tensor:
+        """[G, num_tokens] bool."""
+        powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=self.bits.device)
+        each = (self.bits.unsqueeze(2) & powers) != 0
+        return each.flatten(1)[:, self.first_bit : self.first_bit + num_tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +81,7 @@ class LogitRules:
     restricted_rows: Tensor | None = None
     """[A] int64: rows that may draw nothing but `allowed`."""
     allowed: Entries | None = None
+    masks: TokenMasks | None = None
     banned: Entries | None = None
     biased: Entries | None = None
     bias: Tensor | None = None
@@ -77,6 +97,9 @@ class LogitRules:
             edited[self.restricted_rows] = -torch.inf
         if self.allowed is not None:
             edited[self.allowed.row, self.allowed.column] = logits[self.allowed.row, self.allowed.column]
+        if self.masks is not None:
+            legal = self.masks.is_legal(logits.shape[1])
+            edited[self.masks.row] = edited[self.masks.row].masked_fill_(~legal, -torch.inf)
         if self.banned is not None:
             edited[self.banned.row, self.banned.column] = -torch.inf
         if self.biased is not None and self.bias is not None:

@@ -11,8 +11,8 @@ def drew_nothing(request: RequestState) -> tuple[str, str]:
     if sampling_spec(request.request).has_rules:
         return InvalidRequestError.code, (
             f"no token can be drawn at position {position} of the completion: the request's rules "
-            "(allowed_token_ids, bad_words, logit_bias, penalties, min_tokens with its end tokens) leave "
-            "none, or the model's logits there hold nothing finite; relax the rules"
+            "(structured_outputs, allowed_token_ids, bad_words, logit_bias, penalties, min_tokens with its "
+            "end tokens) leave none, or the model's logits there hold nothing finite; relax the rules"
         )
     return LatentrayError.code, (
         f"no token can be drawn at position {position} of the completion: the model's logits hold only NaN, "

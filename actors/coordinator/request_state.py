@@ -43,6 +43,7 @@ class RequestState:
         "stop",
         "tokens",
         "turn",
+        "waits_for_reports",
     )
 
     def __init__(
@@ -57,6 +58,8 @@ class RequestState:
         """Committed: prompt and completion."""
         self.num_prompt_tokens = len(self.tokens)
         self.stop = StopConditions(request, limit=limit, tokenizer=tokenizer)
+        self.waits_for_reports = request.params.structured_outputs is not None
+        """One token step in flight: the next is not chosen before the last has reported."""
         self.num_logprobs = request.params.logprobs
         num_top = request.params.prompt_logprobs
         self.prompt_logprobs = None if num_top is None else PromptLogprobs(request.prompt_token_ids, num_top)

@@ -13,4 +13,5 @@ def sampling_spec(request: Request) -> SamplingSpec:
         bad_words=request.bad_words,
         # As in vLLM, also the ends that ignore_eos would ignore.
         end_token_ids=(*request.eos_token_ids, *params.stop_token_ids) if params.min_tokens else (),
+        grammar_end_ids=request.eos_token_ids if params.structured_outputs is not None else (),
     )

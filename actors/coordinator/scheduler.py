@@ -117,6 +117,8 @@ class Scheduler:
 
     def _verify(self, request: RequestState, ahead: InFlight, max_rows: int) -> ScheduledRows | None:
         """The anchor and as many drafts as policy, limit, rows and blocks allow; None: not in this step."""
+        if ahead.min_tokens and request.waits_for_reports:
+            return None
         num_tokens, last = len(request.tokens), request.limit - 1
         lowest, highest = num_tokens + ahead.min_tokens, num_tokens + ahead.max_tokens
         if lowest > last:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.config import GroupConfig
+from actors.grammar.compiler import GrammarCompiler
 from actors.messages import PENDING_CAPACITY, StepInput, StepOutput
 from actors.model.model import Model
 from actors.shard.boundary import Boundary
@@ -79,7 +80,12 @@ class DeviceShard:
         is_capturable = model.backend.is_capturable and boundary.device.type == "cuda" and tp.size == 1
         self._graphs = DecodeGraphs(self._passes) if is_capturable else None
         vocab_start, slice_size = model.vocab_start, -(-model.config.vocab_size // tp.size)
-        self._rules = SlotRules(vocab_start=vocab_start, slice_size=slice_size, boundary=boundary)
+        self._rules = SlotRules(
+            vocab_start=vocab_start,
+            slice_size=slice_size,
+            boundary=boundary,
+            compiler=GrammarCompiler(config.model_path, model.config.vocab_size),
+        )
         self._prompt_logprobs = PromptLogprobs(
             vocab_start=vocab_start, slice_size=slice_size, boundary=boundary
         )

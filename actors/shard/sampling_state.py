@@ -5,6 +5,7 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.grammar.compiler import GrammarCompiler
 from actors.messages import Admission
 from actors.shard.boundary import Boundary
 from actors.shard.slot_rules import Preceding, SlotRules
@@ -18,8 +19,16 @@ Int64s = NDArray[np.int64]
 class SamplingState:
     """Owner of each slot's sampling parameters, set at admission only, and of the history that they need."""
 
-    def __init__(self, num_slots: int, *, vocab_start: int, slice_size: int, boundary: Boundary) -> None:
-        """vocab_start, slice_size: this rank's part of the vocabulary."""
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        vocab_start: int,
+        slice_size: int,
+        boundary: Boundary,
+        compiler: GrammarCompiler | None = None,
+    ) -> None:
+        """vocab_start, slice_size: this rank's part of the vocabulary. compiler: of grammars."""
         self._boundary = boundary
         # In the precision of the request: what is legal there must not round to something else here.
         self._temperature = np.zeros(num_slots, np.float64)
@@ -28,7 +37,9 @@ class SamplingState:
         self._min_p = np.zeros(num_slots, np.float64)
         self._seed = np.zeros(num_slots, np.int64)
         self._num_logprobs = np.full(num_slots, -1, np.int64)
-        self._rules = SlotRules(vocab_start=vocab_start, slice_size=slice_size, boundary=boundary)
+        self._rules = SlotRules(
+            vocab_start=vocab_start, slice_size=slice_size, boundary=boundary, compiler=compiler
+        )
 
     def admit(self, admission: Admission) -> None:
         """Replace the slot's parameters. A request whose own cannot be applied draws nothing."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.config import GroupConfig
+from actors.grammar.compiler import GrammarCompiler
 from actors.messages import PENDING_CAPACITY, StepInput, StepOutput
 from actors.model.model import Model
 from actors.shard.block_tables import BlockTables
@@ -69,7 +70,11 @@ class Shard:
         )
         slice_size = len(config.topology.vocabulary(model.config.vocab_size, tp.rank))
         self._sampling = SamplingState(
-            config.max_num_seqs, vocab_start=model.vocab_start, slice_size=slice_size, boundary=boundary
+            config.max_num_seqs,
+            vocab_start=model.vocab_start,
+            slice_size=slice_size,
+            boundary=boundary,
+            compiler=GrammarCompiler(config.model_path, model.config.vocab_size),
         )
         self._sampler = make_sampler(config, self._sampling, model.vocab_start, tp, boundary)
         self._prompt_logprobs = PromptLogprobs(

@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.grammar.compiler import GrammarCompiler
 from actors.messages import Admission, SamplingSpec
 from actors.shard.boundary import Boundary
-from kernels_integration.logit_rules import Entries, LogitRules, Penalties
+from actors.shard.slot_grammars import SlotGrammars
+from kernels_integration.logit_rules import Entries, LogitRules, Penalties, TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,18 @@ class SlotRules:
     Rules that raise make their slot's rows draw nothing (NO_TOKEN), and touch no other.
     """
 
-    def __init__(self, *, vocab_start: int, slice_size: int, boundary: Boundary) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_start: int,
+        slice_size: int,
+        boundary: Boundary,
+        compiler: GrammarCompiler | None = None,
+    ) -> None:
+        """compiler: of grammars; without one a request that has a grammar draws nothing."""
+        self._grammars = None
+        if compiler is not None:
+            self._grammars = SlotGrammars(compiler, vocab_start=vocab_start, slice_size=slice_size)
         self._vocab_start = vocab_start
         self._slice_size = slice_size
         self._boundary = boundary
@@ -141,7 +154,20 @@ class SlotRules:
         if slot.lane is not None:
             prompt, _ = self._columns(admission.history[: admission.prompt_len])
             self._counts.in_prompt[slot.lane, self._boundary.up(prompt)] = True
+        if spec.structured_outputs is not None and not self._admit_grammar(admission):
+            return
         self.append(admission.slot, admission.history[admission.prompt_len :])
+
+    def _admit_grammar(self, admission: Admission) -> bool:
+        """Whether the request's grammar can be had; if not, it draws nothing."""
+        try:
+            assert self._grammars is not None, "this shard was given no compiler of grammars"
+            self._grammars.admit(admission.slot, admission.sampling)
+        except Exception:
+            logger.exception("the grammar of slot %d cannot be had", admission.slot)
+            self.fail(admission.slot)
+            return False
+        return True
 
     def append(self, slot: int, tokens: NDArray[np.int32]) -> None:
         """These tokens now belong to the slot's completion."""
@@ -149,12 +175,18 @@ class SlotRules:
         if rules is None:
             return
         try:
-            self._append(rules, tokens)
+            self._append(slot, rules, tokens)
         except Exception:
             logger.exception("the rules of slot %d cannot count its tokens", slot)
             self.fail(slot)
 
-    def _append(self, rules: _Slot, tokens: NDArray[np.int32]) -> None:
+    def _append(self, slot: int, rules: _Slot, tokens: NDArray[np.int32]) -> None:
+        if self._grammars is not None:
+            try:
+                self._grammars.append(slot, tokens.tolist())
+            except ValueError:  # behind a row that gave no token: the request has failed
+                self.fail(slot)
+                return
         if rules.bad_words:
             rules.completion += tokens.tolist()
         if rules.lane is not None:
@@ -168,6 +200,7 @@ class SlotRules:
             return None
         drafts = [_NO_TOKENS] * len(slots) if preceding is None else preceding.on_host(self._boundary)
         banned = self._banned(slots.tolist(), positions.tolist(), drafts)
+        masks = self._masks(slots.tolist(), drafts)
         rows = [(row, self._slots[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._slots]
         failed = [row for row, slot in enumerate(slots.tolist()) if slot in self._failed]
         restricted = [(row, rules) for row, rules in rows if rules.spec.allowed_token_ids]
@@ -176,6 +209,7 @@ class SlotRules:
         return LogitRules(
             restricted_rows=self._rows([row for row, _ in restricted]) if restricted else None,
             allowed=self._entries([(row, rules.allowed) for row, rules in restricted]),
+            masks=masks,
             banned=self._entries(banned),
             biased=self._entries([(row, rules.biased) for row, rules in biased]),
             bias=self._boundary.up(np.concatenate([r.bias for _, r in biased])) if biased else None,
@@ -199,8 +233,35 @@ class SlotRules:
                 self.fail(slot)
         return found
 
+    def _masks(self, slots: list[int], drafts: list[Int64s]) -> TokenMasks | None:
+        """Of the rows whose requests have grammars; slots whose grammars fail, fail here."""
+        if self._grammars is None:
+            return None
+        found: list[tuple[int, NDArray[np.uint8]]] = []
+        for row, slot in enumerate(slots):
+            rules = self._slots.get(slot)
+            if rules is None or rules.spec.structured_outputs is None:
+                continue
+            try:
+                bits = self._grammars.legal(slot, drafts[row].tolist())
+            except Exception:
+                logger.exception("the grammar of slot %d cannot be applied", slot)
+                self.fail(slot)
+                continue
+            if bits is not None:
+                found.append((row, bits))
+        if not found:
+            return None
+        return TokenMasks(
+            row=self._rows([row for row, _ in found]),
+            bits=self._boundary.up(np.stack([bits for _, bits in found])),
+            first_bit=self._grammars.first_bit,
+        )
+
     def _release(self, slot: int) -> None:
         self._failed.discard(slot)
+        if self._grammars is not None:
+            self._grammars.release(slot)
         old = self._slots.pop(slot, None)
         if old is not None and old.lane is not None:
             self._counts.give_back(old.lane)

@@ -1,55 +1,24 @@
-"""The process that renders templates: requests from stdin, answers to stdout, limits from the command line.
+"""The process that renders templates."""
 
-A frame is a length of four bytes and that many bytes of JSON. Nothing is trusted to end by itself: an alarm
-kills the process that renders for too long, and the system refuses it more memory than the limit.
-"""
-
-import contextlib
-import json
-import signal
-import sys
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any, BinaryIO
+from functools import lru_cache, partial
+from typing import Any
 
 import jinja2
 
+from cluster.bounded_worker import answer, limit_memory
 from cluster.chat.kept import first_dropped
 from cluster.chat.sandbox import TemplateSandbox
 from cluster.chat.values import template_message
 from kernels_integration.errors import InvalidRequestError, shortened
 
 _MAX_TEMPLATES = 16
-LENGTH_BYTES = 4
 
 
 def main(seconds: float, memory_bytes: int, characters: int) -> None:
     """Answer until stdin ends."""
-    _limit_memory(memory_bytes)
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    while (request := _read(requests)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM has no handler here: it kills
-        answer = _answer(request, characters)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        body = json.dumps(answer).encode()
-        answers.write(len(body).to_bytes(LENGTH_BYTES, "little") + body)
-        answers.flush()
-
-
-def _read(stream: BinaryIO) -> dict[str, Any] | None:
-    length = stream.read(LENGTH_BYTES)
-    if len(length) < LENGTH_BYTES:
-        return None
-    request: dict[str, Any] = json.loads(stream.read(int.from_bytes(length, "little")))
-    return request
-
-
-def _limit_memory(num_bytes: int) -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):  # systems that have no such limit
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+    limit_memory(memory_bytes)
+    answer(partial(_answer, max_characters=characters), seconds=seconds)
 
 
 def _answer(request: Mapping[str, Any], max_characters: int) -> dict[str, Any]:

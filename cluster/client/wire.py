@@ -1,5 +1,6 @@
 """Requests to messages, statuses to errors."""
 
+import json
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
@@ -13,6 +14,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from actors.parameter_kinds import is_text
 from actors.sampling_params import PARAMETERS, SamplingParams, Wire
 from actors.stats import GroupStats
+from actors.structured_outputs import StructuredOutputs
 from cluster.errors import from_code
 from kernels_integration.errors import (
     AbortedError,
@@ -107,7 +109,21 @@ def _to_message(params: SamplingParams) -> pb.SamplingParams:
             )
         if row.wire in (Wire.FIELD, Wire.ZERO_IS_UNSET) and value is not None:
             _set_field(message, name, value)
+    if params.structured_outputs is not None:
+        _set_constraint(message, params.structured_outputs)
     return message
+
+
+def _set_constraint(message: pb.SamplingParams, constraint: StructuredOutputs) -> None:
+    match constraint.kind:
+        case "json":
+            message.json_schema = constraint.text
+        case "json_object":
+            message.json_object = True
+        case "choice":
+            message.choice.choices.extend(json.loads(constraint.text))
+        case kind:
+            setattr(message, kind, constraint.text)
 
 
 def _set_field(message: pb.SamplingParams, name: str, value: Any) -> None:

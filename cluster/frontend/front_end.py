@@ -25,9 +25,15 @@ from cluster.chat.answer_form import AnswerForm, ReasoningParser, ToolCallParser
 from cluster.chat.messages import checked_messages, checked_tools
 from cluster.chat.open_end import left_open, until_open_end
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
+from cluster.frontend.grammar_check import GrammarCheck
 from cluster.frontend.limits import require_token_ids, with_fitting_length
 from cluster.frontend.prompt_bound import longest_token
-from cluster.frontend.token_checks import bad_word_ids, require_candidates, require_text
+from cluster.frontend.token_checks import (
+    bad_word_ids,
+    require_candidates,
+    require_end_of_text,
+    require_text,
+)
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.files import CONFIG
 from kernels_integration.errors import InvalidRequestError, shown
@@ -70,6 +76,7 @@ class ModelFrontend:
         self.default_sampling_params = dict(default_sampling_params)
         self.max_logprobs = vocab_size if max_logprobs == ALL_LOGPROBS else max_logprobs
         self.scheduling_policy = scheduling_policy
+        self._grammars = GrammarCheck(tokenizer.files.folder, vocab_size)
         self._draw_seed: Callable[[int], int] = (
             secrets.randbits if seed is None else random.Random(seed).getrandbits
         )
@@ -177,6 +184,9 @@ class ModelFrontend:
         )
         self._check_priority(priority)
         _check_cache_salt(cache_salt)
+        if params.structured_outputs is not None:
+            require_end_of_text(params, self.eos_token_ids)
+            self._grammars.require_enforceable(params.structured_outputs)
         bad_words = bad_word_ids(params.bad_words, self.tokenizer)
         require_candidates(
             params, bad_words=bad_words, eos_token_ids=self.eos_token_ids, vocab_size=self.vocab_size

@@ -35,6 +35,26 @@ def require_text(text: str, field: str) -> None:
         )
 
 
+def require_end_of_text(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """Where a grammar is complete, only an end of text is legal: there must be one that may be drawn.
+
+    Errors: InvalidRequestError.
+    """
+    if not eos_token_ids:
+        raise InvalidRequestError(
+            "structured_outputs needs a token that ends the text, and the checkpoint names none; add "
+            "eos_token_id to its generation_config.json",
+            field="structured_outputs",
+        )
+    allowed = params.allowed_token_ids
+    if allowed is not None and set(allowed).isdisjoint(eos_token_ids):
+        raise InvalidRequestError(
+            f"allowed_token_ids holds none of the tokens {list(eos_token_ids)} that end the text, so "
+            "structured_outputs could never be complete; allow one of them",
+            field="allowed_token_ids",
+        )
+
+
 def require_candidates(
     params: SamplingParams,
     *,

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.sampling_params import PARAMETERS, Parameter, SamplingParams, Wire
+from actors.structured_outputs import ConstraintKind, StructuredOutputs
 from kernels_integration.errors import MAX_SHOWN, InvalidRequestError
 
 
@@ -43,22 +44,23 @@ def _empty(field: str) -> Unserved:
     return Unserved(field, "empty", lambda message: not getattr(message, field))
 
 
-UNSERVED_PARAMETERS: tuple[Unserved, ...] = (
-    _present("truncate_prompt_tokens"),
-    _present("json_schema"),
-    _present("regex"),
-    _present("grammar"),
-    _present("structural_tag"),
-    _present("json_object"),
-    _present("choice"),
-)
+UNSERVED_PARAMETERS: tuple[Unserved, ...] = (_present("truncate_prompt_tokens"),)
 SERVED_PARAMETERS = frozenset(
     name for name, row in PARAMETERS.items() if row.wire in (Wire.FIELD, Wire.ZERO_IS_UNSET)
 )
 INEFFECTIVE_PARAMETERS = {
     "spaces_between_special_tokens": "text is made by the client; the stream holds token ids",
-    "grammar_from_first_token": "qualifies a constraint, and constraints are refused",
+    "grammar_from_first_token": "every constraint holds from the first token on",
 }
+CONSTRAINT_FIELDS: Mapping[str, ConstraintKind] = {
+    "json_schema": "json",
+    "regex": "regex",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+    "json_object": "json_object",
+    "choice": "choice",
+}
+"""Of the oneof `constraint`, and what vLLM's Python interface calls each."""
 
 UNSERVED_INPUTS: tuple[Unserved, ...] = (
     _present("kv_transfer_params"),
@@ -100,7 +102,19 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     Errors: InvalidRequestError naming the first field that is out of range or not served.
     """
     _refuse_unserved(message, UNSERVED_PARAMETERS)
-    return SamplingParams(**{name: _value_of(message, PARAMETERS[name]) for name in SERVED_PARAMETERS})
+    values = {name: _value_of(message, PARAMETERS[name]) for name in SERVED_PARAMETERS}
+    return SamplingParams(structured_outputs=_constraint_of(message), **values)
+
+
+def _constraint_of(message: pb.SamplingParams) -> StructuredOutputs | None:
+    field = message.WhichOneof("constraint")
+    if field is None or (field == "json_object" and not message.json_object):
+        return None
+    value = message.choice.choices if field == "choice" else getattr(message, field)
+    constraint: StructuredOutputs = PARAMETERS["structured_outputs"].checked(
+        {CONSTRAINT_FIELDS[field]: value}
+    )
+    return constraint
 
 
 def _value_of(message: pb.SamplingParams, row: Parameter) -> Any:

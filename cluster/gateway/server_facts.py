@@ -41,6 +41,7 @@ def server_info(config: GroupConfig) -> pb.GetServerInfoResponse:
         attention_backend=config.attention_backend,
         model_dtype=config.dtype,
         max_num_seqs=config.max_num_seqs,
+        constrained_decoding_start="first_token",
     )
 
 

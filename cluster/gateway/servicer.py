@@ -130,7 +130,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             priority=parameters.priority_of(metadata),
             cache_salt=parameters.cache_salt_of(metadata),
         )
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+        is_long = isinstance(prompt, str) and len(prompt) > _LONG_TEXT
+        if is_long or params.structured_outputs is not None:
             # The other streams must not wait for it, and only so many long texts take memory at a time.
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, build)
         return build()

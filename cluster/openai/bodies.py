@@ -23,7 +23,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "tools": ([],),

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, StrictBool
 from actors.requests import Request
 from actors.sampling_params import PARAMETERS, SamplingParams
 from cluster.frontend.front_end import ModelFrontend
+from cluster.openai.constraints import GUIDED, constraint_of
 from kernels_integration.errors import InvalidRequestError
 
 OPENAI_PARAMETERS = frozenset(name for name, row in PARAMETERS.items() if row.openai)
@@ -36,6 +37,11 @@ class SamplingBody(BaseModel):
     model: str | None = None
     priority: Any = None
     cache_salt: Any = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
 
@@ -70,6 +76,9 @@ class SamplingBody(BaseModel):
         """
         defaults = dict(frontend.default_sampling_params)
         most = defaults.pop("max_tokens", default_max_tokens)
+        asked = {name: getattr(self, name) for name in ("response_format", *GUIDED)}
+        asked["structured_outputs"] = self.given_parameters.get("structured_outputs")
+        own.setdefault("structured_outputs", constraint_of(asked))
         own = {name: value for name, value in own.items() if value is not None}
         params = SamplingParams(**{"max_tokens": None} | defaults | self.given_parameters | own)
         if self.stream and params.prompt_logprobs is not None and "prompt_logprobs" not in own:

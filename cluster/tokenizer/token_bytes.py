@@ -1,27 +1,11 @@
-"""The bytes that a token stands for; a text shows them only where they are whole characters.
-
-Source: the decoders ByteLevel and ByteFallback of tokenizers 0.23.
-"""
+"""The bytes that a token stands for; a text shows them only where they are whole characters."""
 
 import itertools
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import tokenizers
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level_letters() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for the letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_LETTERS = _byte_level_letters()
+from actors.token_text import BYTE_TOKEN, bytes_of, decoder_kinds
 
 
 class TokenBytes:
@@ -30,23 +14,12 @@ class TokenBytes:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        decoder = backend.decoder
-        self._decoders = dict(_flat(json.loads(decoder.__getstate__()))) if decoder is not None else {}
+        self._decoders = decoder_kinds(backend)
         self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
 
     def of(self, token_id: int) -> bytes:
         """Empty for an id that the tokenizer does not know."""
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if "ByteLevel" in self._decoders:
-            letters = [_LETTERS.get(letter) for letter in token]
-            return token.encode() if None in letters else bytes(byte for byte in letters if byte is not None)
-        if "ByteFallback" in self._decoders:
-            if match := _BYTE_TOKEN.fullmatch(token):
-                return bytes([int(match[1], 16)])
-            return token.replace("▁", " ").encode()
-        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+        return bytes_of(self._backend, self._decoders, token_id)
 
     def text(self, token_id: int) -> str | None:
         """None for bytes that are no whole characters."""
@@ -85,7 +58,7 @@ class TokenBytes:
         hidden = self._special if skip_special_tokens else frozenset[int]()
         shown = [token_id for token_id in token_ids if token_id not in hidden]
         last = (self._backend.id_to_token(shown[-1]) or "") if shown else ""
-        if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(last):
+        if "ByteFallback" in self._decoders and BYTE_TOKEN.fullmatch(last):
             return None
         try:
             text = b"".join(map(self.of, shown)).decode()
@@ -100,14 +73,8 @@ class TokenBytes:
             return
         tokens = [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
         each = zip(tokens, parts, strict=True)
-        for is_byte, run in itertools.groupby(each, lambda pair: bool(_BYTE_TOKEN.fullmatch(pair[0]))):
+        for is_byte, run in itertools.groupby(each, lambda pair: bool(BYTE_TOKEN.fullmatch(pair[0]))):
             yield b"".join(part for _, part in run), is_byte
-
-
-def _flat(decoder: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield decoder["type"], decoder
-    for inner in decoder.get("decoders", ()):
-        yield from _flat(inner)
 
 
 def _may_be_completed(data: bytes) -> bool:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.sampling_params import SamplingParams
+from actors.structured_outputs import StructuredOutputs
+from cluster.client.wire import generate_request
 from cluster.gateway import parameters
 from kernels_integration.errors import InvalidRequestError
 
@@ -19,7 +21,7 @@ def fields(message: Any) -> set[str]:
 
 def test_every_field_of_the_proto_is_served_refused_or_has_no_effect():
     refused = {row.field for row in parameters.UNSERVED_PARAMETERS}
-    served = parameters.SERVED_PARAMETERS
+    served = parameters.SERVED_PARAMETERS | parameters.CONSTRAINT_FIELDS.keys()
     assert not refused & served
     assert not (refused | served) & parameters.INEFFECTIVE_PARAMETERS.keys()
     assert refused | served | parameters.INEFFECTIVE_PARAMETERS.keys() == fields(pb.SamplingParams)
@@ -32,12 +34,6 @@ def test_every_field_of_the_proto_is_served_refused_or_has_no_effect():
     "params",
     [
         {"truncate_prompt_tokens": -1},
-        {"json_schema": "{}"},
-        {"regex": "a+"},
-        {"grammar": "root ::= 'a'"},
-        {"structural_tag": "{}"},
-        {"json_object": False},
-        {"choice": pb.ChoiceConstraint(choices=["a", "b"])},
     ],
     ids=str,
 )
@@ -151,10 +147,44 @@ def test_a_list_without_end_is_refused_by_its_length(field, entries):
     assert len(str(caught.value)) < 300
 
 
-def test_what_is_refused_is_shown_by_its_beginning():
-    with pytest.raises(InvalidRequestError, match=r"json_schema is x{80}\.\.\., which") as caught:
-        parameters.sampling_params(pb.SamplingParams(json_schema="x" * 1_000_000))
-    assert len(str(caught.value)) < 300
-    large = pb.ChoiceConstraint(choices=["abc"] * 100_000)
-    with pytest.raises(InvalidRequestError, match="choice is a message of 500000 bytes"):
-        parameters.sampling_params(pb.SamplingParams(choice=large))
+def test_every_constraint_of_the_oneof_is_read():
+    oneof = pb.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"]
+    assert {field.name for field in oneof.fields} == parameters.CONSTRAINT_FIELDS.keys()
+    schema = '{"type":"integer"}'
+    for message, kind, text in [
+        ({"json_schema": '{ "type": "integer" }'}, "json", schema),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"structural_tag": '{"type":"structural_tag"}'}, "structural_tag", '{"type":"structural_tag"}'),
+        ({"json_object": True}, "json_object", ""),
+        ({"choice": pb.ChoiceConstraint(choices=["a", "é"])}, "choice", '["a","é"]'),
+    ]:
+        params = parameters.sampling_params(pb.SamplingParams(**message))
+        assert params.structured_outputs == StructuredOutputs(kind, text)
+        again = parameters.sampling_params(generate_request("r", [1], params, stream=False).sampling_params)
+        assert again == params
+    assert parameters.sampling_params(pb.SamplingParams(json_object=False)).structured_outputs is None
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"json_schema": "x" * 1_000_000}, "json of 1000000 characters, which may have 131072"),
+        ({"json_schema": "{"}, "json that is not JSON"),
+        ({"json_schema": "[" * 100_000}, "json that is not JSON"),
+        ({"json_schema": '{"not":' * 80 + "{}" + "}" * 80}, "json with more than 64 objects and lists"),
+        ({"json_schema": "3"}, "json that is no JSON object"),
+        ({"regex": ""}, "regex that is no text with characters"),
+        ({"choice": pb.ChoiceConstraint()}, "choice that is no list of texts"),
+        (
+            {"choice": pb.ChoiceConstraint(choices=["abc"] * 100_000)},
+            "choice of 100000 texts, which may have",
+        ),
+    ],
+    ids=str,
+)
+def test_a_constraint_that_is_none_is_refused_in_few_words(message, words):
+    with pytest.raises(InvalidRequestError, match=f"^structured_outputs holds (a )?{words}") as caught:
+        parameters.sampling_params(pb.SamplingParams(**message))
+    assert caught.value.field == "structured_outputs"
+    assert len(str(caught.value)) < 400

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from actors.structured_outputs import StructuredOutputs
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.bodies import check_model, parse_body
@@ -121,7 +122,62 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
         (CHAT, {"stream": True}, "stream", "not supported"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "--tool-call-parser"),
         (COMPLETIONS, {"tools": [5]}, "tools", "not supported"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (CHAT, {"response_format": "json"}, "response_format", "one of text, json_object, json_schema"),
+        (
+            CHAT,
+            {"response_format": {"type": "xml"}},
+            "response_format",
+            "one of text, json_object, json_schema",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format.schema",
+            "holds 'schema'; it may hold type",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema",
+            'an object with "name" and "schema"',
+        ),
+        (
+            CHAT,
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {}, "strict": 1},
+                }
+            },
+            "response_format.json_schema.strict",
+            "strict is 1; it must be true or false",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object"}, "guided_regex": "a+"},
+            "guided_regex",
+            "response_format and guided_regex both say what the text must look like",
+        ),
+        (
+            CHAT,
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs",
+            "holds 2 constraints",
+        ),
+        (
+            CHAT,
+            {"structured_outputs": {"whitespace_pattern": " "}},
+            "structured_outputs",
+            "no kind of constraint",
+        ),
+        (CHAT, {"guided_choice": "ab"}, "guided_choice", "choice that is no list of texts"),
+        (CHAT, {"guided_regex": "a("}, "structured_outputs", "The parenthesis is not closed"),
+        (
+            CHAT,
+            {"guided_json": {"type": "array", "items": {"not": {}}}},
+            "structured_outputs",
+            "not is not enforced; write the schema without it (at /items)",
+        ),
         (COMPLETIONS, {"stream_options": {"a": 1}}, "stream_options", "not supported; leave it out"),
         (CHAT, {"temprature": 1}, "temprature", "unknown; did you mean temperature?"),
         (CHAT, {"prompt": "x"}, "prompt", "parameter prompt is unknown"),
@@ -184,6 +240,56 @@ def test_rules_of_a_body(frontend: ModelFrontend) -> None:
     assert request.bad_words == tuple(
         tuple(tokenizer.encode(word, add_special_tokens=False)) for word in ("no", " no")
     )
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAG = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {"type": "json_schema", "json_schema": SCHEMA},
+    "end": "</f>",
+}
+TAGGED = {
+    "type": "structural_tag",
+    "format": {"type": "triggered_tags", "triggers": ["<f>"], "tags": [TAG]},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "asked"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        ({"response_format": TAGGED}, {"structural_tag": TAGGED}),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+                    "triggers": ["<f>"],
+                }
+            },
+            {"structural_tag": TAGGED},
+        ),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["yes", "no"]}, {"choice": ["yes", "no"]}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"json": SCHEMA}),
+    ],
+    ids=str,
+)
+def test_every_spelling_of_a_constraint_is_one(
+    frontend: ModelFrontend, change: dict[str, Any], asked: dict[str, Any] | None
+) -> None:
+    for url, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "Hi"})):
+        [request] = parse_body(url, body | change).to_requests("r", frontend)
+        constraint = request.params.structured_outputs
+        assert constraint == (None if asked is None else StructuredOutputs.of(**asked))
 
 
 def test_what_a_body_needs_is_named() -> None:

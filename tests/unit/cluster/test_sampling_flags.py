@@ -4,6 +4,7 @@ import typer
 from typer.testing import CliRunner
 
 from actors.sampling_params import PARAMETERS, SamplingParams
+from actors.structured_outputs import StructuredOutputs
 from cluster.cli.sampling_flags import with_sampling_flags
 from cluster.config.setting import flag_name
 
@@ -18,6 +19,10 @@ WRITTEN = {
     "repetition_penalty": (["--repetition-penalty", "2"], 2.0),
     "logit_bias": (["--logit-bias", '{"5": -1, "6": 2.5}'], {5: -1, 6: 2.5}),
     "allowed_token_ids": (["--allowed-token-ids", "5, 6,7"], (5, 6, 7)),
+    "structured_outputs": (
+        ["--structured-outputs", '{"regex": "a+"}'],
+        StructuredOutputs("regex", "a+"),
+    ),
     "min_tokens": (["--min-tokens", "2"], 2),
     "logprobs": (["--logprobs", "3"], 3),
     "prompt_logprobs": (["--prompt-logprobs", "0"], 0),

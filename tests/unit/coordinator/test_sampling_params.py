@@ -16,6 +16,7 @@ from actors.messages import SamplingSpec
 from actors.parameter_kinds import Texts, TokenIds, TokenValues
 from actors.requests import Request
 from actors.sampling_params import PARAMETERS, SamplingParams, ShardParams
+from actors.structured_outputs import StructuredOutputs
 from kernels_integration.errors import MAX_SHOWN, InvalidRequestError, shown
 
 
@@ -165,6 +166,7 @@ def test_shards_get_the_parameters_that_they_draw_by() -> None:
         "repetition_penalty": 1.5,
         "logit_bias": {3: 1.0},
         "allowed_token_ids": (1, 2),
+        "structured_outputs": StructuredOutputs("regex", "a+"),
         "min_tokens": 4,
         "logprobs": 2,
         "prompt_logprobs": 0,
@@ -179,7 +181,7 @@ def test_shards_get_the_parameters_that_they_draw_by() -> None:
     )
     spec = msgspec.msgpack.decode(msgspec.msgpack.encode(sampling_spec(request)), type=SamplingSpec)
     assert {name: getattr(spec, name) for name in ShardParams.__struct_fields__} == drawn
-    assert (spec.bad_words, spec.end_token_ids) == (((5, 6),), (9, 7))
+    assert (spec.bad_words, spec.end_token_ids, spec.grammar_end_ids) == (((5, 6),), (9, 7), (9,))
     assert (spec.num_logprobs, spec.num_prompt_logprobs) == (2, 0)
 
 

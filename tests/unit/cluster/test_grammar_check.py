@@ -1,0 +1,211 @@
+"""Which constraints are refused, by which words; and what compiles for ever ends nobody else."""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from actors.sampling_params import SamplingParams
+from actors.structured_outputs import KINDS, StructuredOutputs
+from cluster.frontend import grammar_check
+from cluster.frontend.front_end import ModelFrontend
+from cluster.frontend.grammar_check import GrammarCheck
+from cluster.frontend.json_schema import passed_over
+from kernels_integration.errors import InvalidRequestError
+from tests.support.groups import TINY_DSA
+
+needs_xgrammar = pytest.mark.skipif(
+    importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[GrammarCheck]:
+    found = GrammarCheck(TINY_DSA, 6144)
+    yield found
+    found.close()
+
+
+def nested(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "array", "items": schema}}}
+
+
+@needs_xgrammar
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ({"json": {"type": "strin"}}, 'Unsupported type "strin"'),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, "minimum greater than maximum"),
+        ({"json": {"$ref": "#/definitions/x"}}, "Cannot find field 'definitions'"),
+        ({"json": {"$ref": "http://x/y"}}, "URI should either be '#' or start with '#/'"),
+        ({"json": {"type": "number", "multipleOf": 0.5}}, "multipleOf is not supported for type:number"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf with overlapping"),
+        (
+            {"json": nested({"type": "array", "items": {}, "uniqueItems": True})},
+            "uniqueItems is not enforced",
+        ),
+        ({"regex": "a(b"}, "position 4: The parenthesis is not closed"),
+        ({"regex": "(?<=a)b"}, "Lookbehind is not supported"),
+        ({"grammar": "root ::= foo"}, 'Rule "foo" is not defined'),
+        ({"grammar": 'start ::= "a"'}, 'root rule with name "root" is not found'),
+        ({"structural_tag": {"type": "tag"}}, "Invalid structural tag"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_enforced_is_refused_with_the_reason(
+    check: GrammarCheck, constraint: dict[str, Any], words: str
+) -> None:
+    asked = StructuredOutputs.of(**constraint)
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(
+            InvalidRequestError, match=r"^structured_outputs holds a .* cannot be enforced"
+        ) as caught:
+            check.require_enforceable(asked)
+        assert words in str(caught.value)
+        assert caught.value.field == "structured_outputs"
+
+
+@needs_xgrammar
+def test_what_is_too_slow_or_too_large_to_compile_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "COMPILE_CPU_S", 0.3)
+    monkeypatch.setattr(grammar_check, "MAX_COMPILED_BYTES", 100_000)
+    narrow = GrammarCheck(TINY_DSA, 6144)
+    many = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(400)}}
+    for constraint, words in [
+        ({"json": {"enum": [f"w{i * i}" for i in range(5000)]}}, r"it has \d+ bytes, which may be 100000"),
+        ({"regex": "a+"}, None),
+        ({"json": many | {"minProperties": 150, "maxProperties": 300}}, r"takes more than 0.3 s to compile"),
+    ]:
+        refused = pytest.raises(InvalidRequestError, match=words) if words else contextlib.nullcontext()
+        with refused:
+            narrow.require_enforceable(StructuredOutputs.of(**constraint))
+    narrow.close()
+
+
+@needs_xgrammar
+def test_a_process_that_was_killed_is_replaced(check: GrammarCheck) -> None:
+    check.require_enforceable(StructuredOutputs.of(regex="a+"))
+    child = check._process._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    check.require_enforceable(StructuredOutputs.of(regex="b+"))
+
+
+def test_without_xgrammar_the_request_is_refused_with_the_command(
+    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'latentray\[grammar\]'"):
+        check.require_enforceable(StructuredOutputs.of(regex="a+"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"not": {}}, "not is not enforced"),
+        ({"if": {}, "then": {}}, "if is not enforced"),
+        ({"type": "array", "contains": {}}, "contains is not enforced"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired is not enforced"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "allOf of 2 schemas"),
+        ({"$ref": "#/$defs/a", "maxLength": 3}, "maxLength beside $ref"),
+        (
+            {"anyOf": [{"type": "integer"}], "type": "object", "required": ["a"]},
+            "required, type beside anyOf",
+        ),
+        ({"enum": [1, "a"], "type": "string"}, "type beside enum"),
+        ({"const": True, "type": "integer"}, "type beside const"),
+        ({"minimum": 3}, "minimum without type"),
+        ({"required": ["a"]}, "required without type"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "pattern beside minLength, maxLength"),
+        ({"type": "string", "format": "date", "minLength": 3}, "format beside minLength"),
+    ],
+    ids=str,
+)
+def test_demands_that_would_be_passed_over_are_found_wherever_they_stand(
+    schema: dict[str, Any], words: str
+) -> None:
+    for at, whole in [
+        ("/", schema),
+        ("/properties/a/items", nested(schema)),
+        ("/$defs/not", {"$defs": {"not": schema}}),
+        ("/anyOf/1", {"anyOf": [{}, schema]}),
+        ("/additionalProperties", {"type": "object", "additionalProperties": schema}),
+    ]:
+        problem = passed_over(whole)
+        assert problem is not None
+        assert words in problem
+        assert problem.endswith(f"(at {at})")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"title": "T", "description": "d", "default": 3, "examples": [1], "$schema": "s", "$id": "i"},
+        {"type": "string", "enum": ["a", "b"]},
+        {"type": ["string", "null"], "enum": ["a", None]},
+        {"const": 3, "type": "integer"},
+        {"type": "string", "format": "date-time"},
+        {"type": "integer", "minLength": 3},
+        {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "T"},
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "null"}}},
+        {"properties": {"not": {"type": "null"}, "if": {"type": "null"}}, "required": ["not"]},
+        {"type": "array", "uniqueItems": False, "prefixItems": [{"type": "null"}], "items": False},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_more_passes(schema: Any) -> None:
+    assert passed_over(schema) is None
+
+
+@pytest.fixture(scope="module")
+def frontend() -> ModelFrontend:
+    return ModelFrontend.from_pretrained(TINY_DSA, served_model_name="tiny-dsa", max_model_len=64)
+
+
+def test_a_grammar_needs_an_end_of_text(frontend: ModelFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a+"}, allowed_token_ids=(5, 6))
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids holds none of the tokens") as caught:
+        frontend.build_request("r", [3], params)
+    assert caught.value.field == "allowed_token_ids"
+    monkeypatch.setattr(frontend, "eos_token_ids", ())
+    with pytest.raises(InvalidRequestError, match="the checkpoint names none"):
+        frontend.build_request("r", [3], SamplingParams(structured_outputs={"regex": "a+"}))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("json", "structured_outputs is 'json'; it must be an object with exactly one of"),
+        ({}, "holds 0 constraints; it must be"),
+        ({"json": {}, "regex": "a"}, r"holds 2 constraints \(json, regex\)"),
+        ({"jsn": {}}, "holds 'jsn', which is no kind of constraint"),
+        ({"json_object": "yes"}, "json_object that is neither true nor false"),
+        ({"json": {"a": {1}}}, "json that is no JSON"),
+        ({"json": {"a": float("nan")}}, "json that is no JSON"),
+        ({"json": {"const": "\ud800"}}, "half of a surrogate pair"),
+        ({"regex": 3}, "regex that is no text"),
+        ({"choice": ["a", ""]}, "choice with an entry that is no text"),
+        ({"choice": {"a": 1}}, "choice that is no list"),
+    ],
+    ids=str,
+)
+def test_a_value_that_is_no_constraint_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        SamplingParams(structured_outputs=value)
+    assert caught.value.field == "structured_outputs"
+
+
+def test_spellings_of_one_constraint_are_equal() -> None:
+    schema = {"type": "integer"}
+    spellings = [{"json": schema}, {"json": '{ "type" : "integer" }'}, {"json": schema, "regex": None}]
+    assert len({SamplingParams(structured_outputs=s).structured_outputs for s in spellings}) == 1
+    assert {StructuredOutputs.of(**{kind: _example(kind)}).kind for kind in KINDS} == set(KINDS)
+
+
+def _example(kind: str) -> Any:
+    return {"json": {}, "json_object": True, "choice": ["a"], "structural_tag": {}}.get(kind, "a")

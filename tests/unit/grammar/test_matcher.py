@@ -1,0 +1,158 @@
+"""A place in a grammar is a pure function of the tokens, whatever drafts were tried in between."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from actors.grammar.compiler import GrammarCompiler, _vocabulary
+from actors.grammar.matcher import SequenceMatcher
+from actors.structured_outputs import StructuredOutputs
+from tests.support.groups import EOS, TINY_DSA, load_tokenizer
+
+VOCAB = 6144
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", 3]}, "maxItems": 3},
+    },
+    "required": ["name", "tags"],
+}
+CONSTRAINTS = [
+    StructuredOutputs.of(json=SCHEMA),
+    StructuredOutputs.of(json_object=True),
+    StructuredOutputs.of(regex=r"[a-f]{2,4}(-\d+)?"),
+    StructuredOutputs.of(choice=["yes", "no", "not sure"]),
+    StructuredOutputs.of(grammar='root ::= "(" root ")" | "x"'),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TINY_DSA, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[bytes]:
+    return _vocabulary(load_tokenizer(), VOCAB)
+
+
+def legal(matcher: SequenceMatcher, drafts: list[int]) -> list[int] | None:
+    bits = matcher.legal(drafts)
+    return None if bits is None else np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda c: c.kind)
+def test_drafts_leave_nothing_behind(compiler: GrammarCompiler, constraint: StructuredOutputs) -> None:
+    """Steps as a shard makes them: drafts one by one, the rows of a verify, what was accepted."""
+    rng = random.Random(constraint.text)
+    for _ in range(6):
+        matcher = compiler.matcher(constraint, (EOS,))
+        committed: list[int] = []
+        while len(committed) < 40 and EOS not in committed:
+            drafts: list[int] = []
+            for _ in range(3):
+                expected = legal(matcher, drafts)
+                if expected is not None and EOS not in drafts:
+                    fresh = compiler.matcher(constraint, (EOS,))
+                    fresh.advance([*committed, *drafts])
+                    assert legal(fresh, []) == expected
+                if expected is None or rng.random() < 0.15:
+                    drafts.append(rng.randrange(VOCAB))  # mostly not legal, as where none could be drawn
+                else:
+                    drafts.append(rng.choice(expected))
+            for i in rng.sample(range(4), 4):  # the rows of a verify, in any order
+                fresh = compiler.matcher(constraint, (EOS,))
+                fresh.advance(committed)
+                assert legal(matcher, drafts[:i]) == legal(fresh, drafts[:i])
+            emitted: list[int] = []
+            for draft in [*drafts, -1]:
+                choices = legal(matcher, emitted)
+                assert choices
+                emitted.append(draft if draft in choices and rng.random() < 0.6 else rng.choice(choices))
+                if emitted[-1] != draft:
+                    break
+            matcher.advance(emitted)
+            committed += emitted
+
+
+def test_a_choice_is_legal_exactly_where_its_text_goes_on(
+    compiler: GrammarCompiler, texts: list[bytes]
+) -> None:
+    """By comparing bytes: nothing of xgrammar. Also ends, special tokens and ids without text."""
+    choices = [b"yes", b"no", b"not sure", "é or è".encode()]
+    constraint = StructuredOutputs.of(choice=[choice.decode() for choice in choices])
+    pending: list[tuple[list[int], bytes]] = [([], b"")]
+    num_ends = 0
+    while pending:
+        tokens, so_far = pending.pop()
+        matcher = compiler.matcher(constraint, (EOS,))
+        matcher.advance(tokens)
+        expected = [
+            i for i, text in enumerate(texts) if text and any(c.startswith(so_far + text) for c in choices)
+        ]
+        if so_far in choices:
+            expected, num_ends = sorted([*expected, EOS]), num_ends + 1
+        assert legal(matcher, []) == expected
+        pending += [([*tokens, token], so_far + texts[token]) for token in expected if token != EOS]
+    assert num_ends >= len(choices)
+
+
+def test_behind_an_end_of_text_nothing_else_is_legal(compiler: GrammarCompiler) -> None:
+    ends = (EOS, 5)
+    matcher = compiler.matcher(StructuredOutputs.of(regex="a*"), ends)
+    assert set(ends) < set(legal(matcher, []) or ())
+    for drafts in ([5], [5, 5], [EOS, 7, 9]):
+        assert legal(matcher, drafts) == sorted(ends)
+    assert len(legal(matcher, []) or ()) > 2
+    matcher.advance([5, 7])
+    assert legal(matcher, []) == sorted(ends)
+    matcher.advance([EOS])
+
+
+def test_a_committed_token_that_is_not_legal_is_an_error(compiler: GrammarCompiler) -> None:
+    [x] = load_tokenizer().encode("x", add_special_tokens=False).ids
+    matcher = compiler.matcher(StructuredOutputs.of(regex="ab"), (EOS,))
+    with pytest.raises(ValueError, match=f"does not allow token {x} here"):
+        matcher.advance([x])
+
+
+def test_special_tokens_and_ids_without_text_are_never_legal(
+    compiler: GrammarCompiler, texts: list[bytes]
+) -> None:
+    matcher = compiler.matcher(StructuredOutputs.of(regex=r"[\s\S]*"), (EOS,))
+    special = {i for i, token in load_tokenizer().get_added_tokens_decoder().items() if token.special}
+    assert {i for i, text in enumerate(texts) if not text} >= special
+    assert not set(legal(matcher, []) or ()) & (special - {EOS})
+
+
+def test_masks_made_when_needed_are_those_made_beforehand(
+    compiler: GrammarCompiler, texts: list[bytes]
+) -> None:
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=[EOS])
+    eager = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    matcher = xgrammar.GrammarMatcher(eager.compile_json_schema(json.dumps(SCHEMA), max_whitespace_cnt=20))
+    mine = compiler.matcher(StructuredOutputs.of(json=SCHEMA), (EOS,))
+    words = np.zeros((1, VOCAB // 32), np.int32)
+    tokens = load_tokenizer().encode('{"name": "ab", "tags": [3, "bc"]}', add_special_tokens=False).ids
+    for token in [*tokens, EOS]:
+        matcher.fill_next_token_bitmask(words)
+        assert np.array_equal(mine.legal([]), words[0].view(np.uint8))
+        assert matcher.accept_token(token)
+        mine.advance([token])
+
+
+def test_what_nobody_uses_is_forgotten_by_its_size(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiler.compile(StructuredOutputs.of(regex="first+"))
+    assert compiler.compile(StructuredOutputs.of(regex="first+")) is first
+    monkeypatch.setattr("actors.grammar.compiler.CACHE_BYTES", first.memory_size_bytes + 1)
+    compiler.compile(StructuredOutputs.of(regex="second+"))
+    assert list(compiler._compiled) == [StructuredOutputs.of(regex="second+")]
