@@ -17,7 +17,7 @@ class ResponsesBody(SamplingBody):
     """A conversation that the body holds as a whole. It is answered as the chat that it amounts to."""
 
     not_taken: ClassVar[frozenset[str]] = frozenset(
-        {"n", "max_tokens", "logprobs", "prompt_logprobs", "stream_options"}
+        {"n", "max_tokens", "logprobs", "prompt_logprobs", "stream_options", "response_format"}
     )
 
     input: Any
@@ -65,6 +65,10 @@ class ResponsesBody(SamplingBody):
             index, _, rest = field.removeprefix("messages[").partition("]")
             places = conversation(self.input, self.instructions).places
             return (places[int(index)] if int(index) < len(places) else "input") + rest
+        if field.startswith("response_format"):
+            return field.replace("response_format.json_schema", "text.format").replace(
+                "response_format", "text.format"
+            )
         return {"messages": "input", "max_tokens": "max_output_tokens"}.get(
             field, field.replace("].function", "]") if field.startswith("tools[") else field
         )
@@ -101,8 +105,14 @@ def _chat_format(text: object) -> dict[str, Any]:
             f"text.{others[0]} is {shown(text[others[0]])}, which is not supported; leave it out",  # type: ignore[index]
             field=f"text.{others[0]}"[:100],
         )
-    if text is None or (isinstance(text, Mapping) and form is None) or form == {"type": "text"}:
+    if text is None or (isinstance(text, Mapping) and form is None):
         return {}
-    raise InvalidRequestError(
-        f'text is {shown(text)}; it must be {{"format": {{"type": "text"}}}}', field="text.format"
-    )
+    if not isinstance(form, Mapping) or form.get("type") not in ("text", "json_object", "json_schema"):
+        raise InvalidRequestError(
+            f'text is {shown(text)}; it must be an object whose "format" has the type text, json_object or '
+            "json_schema",
+            field="text.format",
+        )
+    if form["type"] == "json_schema":  # here its fields stand beside the type
+        form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    return {"response_format": form}
