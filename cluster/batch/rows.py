@@ -1,5 +1,6 @@
 """Rows of OpenAI batch files: one JSON object a line, in and out."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,63 +17,82 @@ from kernels_integration.errors import InvalidRequestError, LatentrayError, show
 
 MAX_ROW_BYTES = 16 * 2**20
 """As of a gRPC request: a prompt of a million token ids takes about 7 MiB of it. Longer rows are refused."""
+KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRow:
-    """A row that can be answered."""
+class InputRow:
+    """A row as it was read: of an input too long for a row, the beginning alone."""
 
-    custom_id: str
-    body: Body
-
-
-class RowError(Exception):
-    """A row that cannot be answered; custom_id where the row had one."""
-
-    def __init__(self, cause: LatentrayError, *, custom_id: str | None) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-        self.custom_id = custom_id
+    line: str | bytes
+    place: str
+    """Where it stands, in messages: "line 3", "part-2.jsonl line 3"."""
 
 
-def parse_row(line: str | bytes, frontend: ModelFrontend, *, line_number: int) -> BatchRow:
-    """Errors: RowError: what is wrong with the line (counted from 1), the row or its body."""
-    custom_id: str | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRow:
+    """A row of which is known what it asks for, though not whether that can be answered.
+
+    custom_id: None where there is none that may stand for the row. key: KEY_BYTES bytes, the same for rows of
+    the same members (custom_id, url, body) in whatever order and spacing. value: the row, or why it is none.
+    """
+
+    custom_id: str | None
+    key: bytes
+    value: dict[str, Any] | InvalidRequestError
+
+
+def know(row: InputRow) -> KnownRow:
+    """Never fails: a row that is none is one that will be answered with its fault."""
     try:
-        if len(line) > MAX_ROW_BYTES:
-            raise InvalidRequestError(
-                f"line {line_number} has more than {MAX_ROW_BYTES} bytes, which is the limit of a row; "
-                "split it, or shorten its prompt",
-                field="line",
-            )
-        row = _json_object(line, line_number)
-        custom_id = _field(row, "custom_id", str)
-        method = row.get("method", "POST")
-        if method != "POST":
-            raise InvalidRequestError(f"method is {shown(method)}; it must be POST", field="method")
-        url = _field(row, "url", str)
-        if url not in ENDPOINTS:
-            raise InvalidRequestError(
-                f"url is {shown(url)}; it must be one of {', '.join(ENDPOINTS)}", field="url"
-            )
-        body = parse_body(url, _field(row, "body", dict))
-        check_model(body, frontend)
-    except LatentrayError as error:
-        raise RowError(error, custom_id=custom_id) from error
-    return BatchRow(custom_id=custom_id, body=body)
+        value = _json_object(row)
+        text = _canonical(value, row.place)
+    except InvalidRequestError as error:
+        line = row.line.encode(errors="surrogatepass") if isinstance(row.line, str) else row.line
+        return KnownRow(custom_id=None, key=digest(line), value=error)
+    custom_id = value.get("custom_id")
+    return KnownRow(
+        custom_id=custom_id if isinstance(custom_id, str) and custom_id and is_text(custom_id) else None,
+        key=digest(text.encode()),
+        value=value,
+    )
+
+
+def parse_row(row: KnownRow, frontend: ModelFrontend) -> Body:
+    """The body of a row. Errors: InvalidRequestError: what is wrong with the row or its body."""
+    value = row.value
+    if isinstance(value, InvalidRequestError):
+        raise value
+    _field(value, "custom_id", str)
+    method = value.get("method", "POST")
+    if method != "POST":
+        raise InvalidRequestError(f"method is {shown(method)}; it must be POST", field="method")
+    url = _field(value, "url", str)
+    if url not in ENDPOINTS:
+        raise InvalidRequestError(
+            f"url is {shown(url)}; it must be one of {', '.join(ENDPOINTS)}", field="url"
+        )
+    body = parse_body(url, _field(value, "body", dict))
+    check_model(body, frontend)
+    return body
 
 
 def answered_row(
-    row: BatchRow, outputs: Sequence[OutputBuilder], frontend: ModelFrontend, *, request_id: str
+    custom_id: str,
+    body: Body,
+    outputs: Sequence[OutputBuilder],
+    frontend: ModelFrontend,
+    *,
+    request_id: str,
 ) -> dict[str, Any]:
     """The output row of a row whose requests have finished."""
     return {
         "id": f"batch_req_{request_id}",
-        "custom_id": row.custom_id,
+        "custom_id": custom_id,
         "response": {
             "status_code": 200,
             "request_id": request_id,
-            "body": whole_answer(row.body, outputs, frontend),
+            "body": whole_answer(body, outputs, frontend),
         },
         "error": None,
     }
@@ -92,16 +112,34 @@ def failed_row(error: LatentrayError, *, custom_id: str | None, request_id: str)
     }
 
 
-def _json_object(line: str | bytes, line_number: int) -> dict[str, Any]:
+def digest(data: bytes) -> bytes:
+    """KEY_BYTES of a cryptographic hash."""
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+
+
+def _canonical(value: dict[str, Any], place: str) -> str:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"line {line_number} is not JSON: {error}", field="line") from error
-    if not isinstance(row, dict):
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    except RecursionError as error:  # Python reads a little deeper than it writes
+        raise InvalidRequestError(f"{place} is nested too deeply", field="line") from error
+
+
+def _json_object(row: InputRow) -> dict[str, Any]:
+    if len(row.line) > MAX_ROW_BYTES:
         raise InvalidRequestError(
-            f"line {line_number} holds a {type(row).__name__}; it must hold one JSON object", field="line"
+            f"{row.place} has more than {MAX_ROW_BYTES} bytes, which is the limit of a row; "
+            "split it, or shorten its prompt",
+            field="line",
         )
-    return row
+    try:
+        value = json.loads(row.line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{row.place} is not JSON: {error}", field="line") from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            f"{row.place} holds a {type(value).__name__}; it must hold one JSON object", field="line"
+        )
+    return value
 
 
 def _field(row: dict[str, Any], name: str, kind: type) -> Any:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -23,6 +25,14 @@ ServerFlag = Annotated[
 
 def status(
     server: ServerFlag = "127.0.0.1:50051",
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch",
+            metavar="OUTPUT",
+            help="Tell of the batch that makes this output (or has this journal), instead of a server.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     watch: Annotated[
         float | None,
@@ -35,6 +45,9 @@ def status(
     ] = None,
 ) -> None:
     """Ask a running server for its health, model and load. Exit code 4 when it cannot serve."""
+    if batch is not None:
+        _tell_of_batch(batch, as_json=as_json, watch=watch)
+        return
     from cluster.client import Client
 
     with Client(server, timeout_s=5.0) as client:
@@ -63,6 +76,33 @@ def status(
             _watch(client, watch, [load.stats for load in loads], as_json=as_json)
     if not health.healthy:
         raise typer.Exit(EXIT_UNAVAILABLE)
+
+
+def _tell_of_batch(name: str, *, as_json: bool, watch: float | None) -> None:
+    """With `watch` until it is over."""
+    from cluster.batch.progress import read_progress
+    from cluster.report.progress import duration
+
+    path = Path(name) if name.endswith(".journal") else Path(os.path.realpath(name) + ".journal")
+    while True:
+        progress = read_progress(path)
+        if as_json:
+            typer.echo(json.dumps(dataclasses.asdict(progress)))
+        else:
+            of = "" if progress.num_rows is None else f" of {progress.num_rows}"
+            rows = [
+                ("state", progress.state),
+                ("rows", f"{progress.num_done}{of}, {progress.num_failed} failed"),
+                ("run", str(progress.run)),
+            ]
+            if progress.rows_per_s is not None:
+                rows.append(("rows/s", f"{progress.rows_per_s:.1f}"))
+            if progress.left_s is not None:
+                rows.append(("left", duration(progress.left_s)))
+            print_table((f"batch {name}", ""), rows)
+        if watch is None or progress.state != "running":
+            return
+        time.sleep(watch)
 
 
 def _watch(client: Any, seconds: float, before: list[GroupStats | None], *, as_json: bool) -> None:

@@ -23,6 +23,7 @@ Status = Literal["ok", "warn", "fail"]
 
 DISTRIBUTIONS = (
     "aiohttp",
+    "fsspec",
     "grpcio",
     "grpcio-health-checking",
     "grpcio-reflection",

@@ -52,7 +52,10 @@ class OutputFile:
     def write(self, line: str) -> None:
         """Errors: UnavailableError when the system does not take it: disk full, pipe closed."""
         # A lone surrogate stands inside a JSON string, where \udXXX is its own escape.
-        data = (line + "\n").encode(errors="backslashreplace")
+        self.write_line((line + "\n").encode(errors="backslashreplace"))
+
+    def write_line(self, data: bytes) -> None:
+        """The same for bytes that end in a newline."""
         if self._gzip is not None:
             data = self._gzip.compress(data) + self._gzip.flush(zlib.Z_SYNC_FLUSH)
         self._write(data)
@@ -128,6 +131,18 @@ def check_output(path: str, *, flag: str) -> None:
             raise PermissionError(0, "permission denied")
     except (OSError, ValueError) as error:
         raise _unwritable(path, flag, getattr(error, "strerror", None) or str(error)) from error
+
+
+def replaced_file(path: str, *, flag: str = "--output") -> Path | None:
+    """The regular file that stands at `path`, or would: links followed. None: a descriptor, device or fifo.
+
+    Errors: ConfigError when it cannot be written; nothing is touched.
+    """
+    check_output(path, flag=flag)
+    found = _stat_of(path)
+    if _descriptor_of(path) is not None or (found is not None and not stat.S_ISREG(found.st_mode)):
+        return None
+    return Path(os.path.realpath(path))
 
 
 def _open(path: str, flag: str, input_path: str) -> OutputFile:

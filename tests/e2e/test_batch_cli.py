@@ -60,7 +60,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [completion(str(i), prompt="The king", max_tokens=200, ignore_eos=True) for i in range(400)]
     source.write_text("\n".join(rows))
-    partial = tmp_path / "out.jsonl.partial"
+    partial, journal = (tmp_path / f"out.jsonl.{end}" for end in ("partial", "journal"))
     flags = ("--executor", "inline", "--max-in-flight", "4", *SMALL)
     process = start("batch", "-i", str(source), "-o", str(target), *flags)
     try:
@@ -75,11 +75,12 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130
     num_kept = partial.read_text().count("\n")
-    assert f"ended early: {num_kept} rows are in {partial}" in errors
+    assert f"ended early: {num_kept} rows are done; the same command goes on from there ({partial}" in errors
     assert "Traceback" not in errors
     assert not target.exists()
     kept = [json.loads(line) for line in partial.read_text().splitlines()]
-    assert [r["custom_id"] for r in kept] == [str(i) for i in range(len(kept))]
+    told = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [r["custom_id"] for r in kept] == [r["custom_id"] for r in told if "key" in r]
 
 
 def test_rows_that_fail_may_be_no_failure(tmp_path: Path) -> None:

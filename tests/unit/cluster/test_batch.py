@@ -1,19 +1,20 @@
 """Batches against a scripted engine: order, errors of rows, bounds, interruption."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.requests import Request
-from cluster.batch import BatchSummary, run_batch, runner
-from cluster.batch.rows import MAX_ROW_BYTES
+from cluster.batch import BatchSummary, run_batch
+from cluster.batch.results import StreamedResults
+from cluster.batch.rows import MAX_ROW_BYTES, InputRow
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
 from cluster.report.output_file import open_output
-from kernels_integration.errors import OverloadedError, UnavailableError
+from kernels_integration.errors import InvalidRequestError, OverloadedError, UnavailableError
 from tests.support.scripted_chat import chat_frontend
 from tests.support.scripted_engine import Answer, ScriptedEngine
 
@@ -46,13 +47,18 @@ def run(
 ) -> tuple[list[dict[str, Any]], BatchSummary, ScriptedEngine]:
     engine, written = ScriptedEngine(answer), []
     summary = run_batch(
-        lines,
-        lambda line: written.append(json.loads(line)),
+        numbered(lines),
+        StreamedResults(lambda line: written.append(json.loads(line))),
         engine=engine,
         frontend=frontend,
         max_in_flight=max_in_flight,
+        sleep=lambda seconds: None,
     )
     return written, summary, engine
+
+
+def numbered(lines: Iterable[str | bytes]) -> Iterator[InputRow]:
+    return (InputRow(line=line, place=f"line {number}") for number, line in enumerate(lines, start=1))
 
 
 def test_rows_take_what_http_takes(frontend: ModelFrontend) -> None:
@@ -73,17 +79,17 @@ def test_rows_take_what_http_takes(frontend: ModelFrontend) -> None:
     texts = [choice["text"] for choice in first["response"]["body"]["choices"]]
     assert texts[:2] == ["oneone", "twotwo"]
     assert [choice["index"] for choice in first["response"]["body"]["choices"]] == [0, 1, 2]
-    assert second["response"]["body"]["id"] == "cmpl-2"
+    assert second["response"]["body"]["id"] == f"cmpl-{second['response']['request_id']}"
     assert (summary.num_rows, summary.num_failed) == (2, 0)
     total = first["response"]["body"]["usage"]["total_tokens"]
     total += second["response"]["body"]["usage"]["total_tokens"]
     assert total == summary.num_prompt_tokens + summary.num_completion_tokens
 
     def refuse(request: Request) -> Answer:
-        return OverloadedError("no room") if request.request_id == "1-1" else echo(request)
+        return InvalidRequestError("no", field="x") if request.request_id.endswith("-1") else echo(request)
 
     [failed], summary, _ = run(frontend, [row("p", prompt=["one", "two", "three"])], answer=refuse)
-    assert (failed["error"]["message"], summary.num_failed) == ("no room", 1)
+    assert (failed["error"]["message"], summary.num_failed) == ("no", 1)
 
 
 def test_answers_have_openais_shape(frontend: ModelFrontend) -> None:
@@ -120,24 +126,31 @@ def test_answers_come_in_the_order_of_the_rows(frontend: ModelFrontend) -> None:
     written, _, engine = run(frontend, list(lines), max_in_flight=7)
     assert [r["custom_id"] for r in written] == [str(i) for i in range(50)]
     assert engine.most_in_flight == 7
-    assert [r.prompt_token_ids for r in engine.submitted] == [(3 + i,) for i in range(50)]
+    assert sorted(r.prompt_token_ids for r in engine.submitted) == [(3 + i,) for i in range(50)]
 
 
-def test_a_slow_row_bounds_what_is_kept(frontend: ModelFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted engine ends the newest first: the first row waits, at most a window runs ahead of it."""
-    monkeypatch.setattr(runner, "REORDER_WINDOW", 10)
-    written: list[str] = []
-    ahead: list[int] = []
-    engine = ScriptedEngine(echo)
+def test_a_slow_row_stalls_no_other(frontend: ModelFrontend) -> None:
+    """The scripted engine ends the newest first: with two in flight the first row ends as the last of all."""
+    lines = [row(str(i), prompt=[3], max_tokens=60 if i == 0 else 1) for i in range(2500)]
+    written: list[bytes] = []
+    written_at_end: list[int] = []
 
-    def lines() -> Any:
-        for i in range(40):
-            ahead.append(i - len(written))
-            yield row(str(i))
+    def answer(request: Request) -> Answer:
+        if request.params.max_tokens == 60:
+            written_at_end.append(len(written))
+            assert len(engine.submitted) == 2500
+        return (5,)
 
-    run_batch(lines(), written.append, engine=engine, frontend=frontend, max_in_flight=3)
-    assert len(written) == 40
-    assert max(ahead) == 9
+    engine = ScriptedEngine(answer)
+    run_batch(
+        numbered(lines),
+        StreamedResults(written.append),
+        engine=engine,
+        frontend=frontend,
+        max_in_flight=2,
+    )
+    assert written_at_end == [0], "no row before the first one"
+    assert [json.loads(line)["custom_id"] for line in written] == [str(i) for i in range(2500)]
 
 
 BAD_ROWS: list[tuple[str | bytes, str | None, str]] = [
@@ -189,7 +202,8 @@ def test_a_lone_surrogate_anywhere_is_one_row_that_failed(
 ) -> None:
     engine, path = ScriptedEngine(echo), tmp_path / "o.jsonl"
     with open_output(str(path)) as output:
-        run_batch([line, row("b")], output.write, engine=engine, frontend=frontend, max_in_flight=2)
+        results = StreamedResults(output.write_line)
+        run_batch(numbered([line, row("b")]), results, engine=engine, frontend=frontend, max_in_flight=2)
     bad, good = map(json.loads, path.read_bytes().splitlines())
     assert (bad["custom_id"], bad["error"]["code"]) == ("a", "invalid_request")
     assert good["error"] is None
@@ -203,25 +217,60 @@ def test_a_row_beyond_the_limit_is_refused_before_it_is_parsed(frontend: ModelFr
 
 
 def test_a_custom_id_counts_once(frontend: ModelFrontend) -> None:
-    [_, again], summary, _ = run(frontend, [row("a"), "", "  \n", row("a")])
+    [_, again, other], summary, _ = run(frontend, [row("a"), row("a"), row("b")])
     assert "custom_id 'a' is taken by an earlier row" in again["error"]["message"]
-    assert summary.num_rows == 2
+    assert other["error"] is None
+    assert (summary.num_rows, summary.num_failed) == (3, 1)
 
 
 def test_a_request_that_fails_is_a_row_that_failed(frontend: ModelFrontend) -> None:
     def answer(request: Request) -> Answer:
-        if request.request_id == "2":
+        if request.prompt_token_ids == (7,):
             return OverloadedError("queue full")
         return echo(request)
 
-    written, summary, _ = run(frontend, [row("a"), row("b"), row("c")], answer=answer)
+    lines = [row("a"), row("b", prompt=[7]), row("c")]
+    written, summary, engine = run(frontend, list(lines), answer=answer)
     assert [r["response"]["status_code"] for r in written] == [200, 429, 200]
-    assert written[1]["error"] == {"code": "overloaded", "message": "queue full"}
+    assert written[1]["error"] == {"code": "overloaded", "message": "queue full (tried 4 times)"}
     assert summary.num_failed == 1
+    tries = [r.request_id for r in engine.submitted if r.prompt_token_ids == (7,)]
+    assert len(set(tries)) == 4, "each try has an id of its own"
+    assert written[1]["id"] == f"batch_req_{tries[0]}"
+
+
+def test_a_failure_that_passes_is_no_failure(frontend: ModelFrontend) -> None:
+    failures = [OverloadedError("queue full"), OverloadedError("queue full")]
+    written, summary, _ = run(
+        frontend, [row("a")], answer=lambda request: failures.pop() if failures else echo(request)
+    )
+    assert (written[0]["error"], summary.num_failed) == (None, 0)
+
+
+def test_a_bad_request_is_not_tried_again(frontend: ModelFrontend) -> None:
+    refused = InvalidRequestError("no", field="prompt")
+    _, summary, engine = run(frontend, [row("a")], answer=lambda request: refused)
+    assert (summary.num_failed, len(engine.submitted)) == (1, 1)
+
+
+def test_a_row_without_a_seed_has_one_of_its_own(frontend: ModelFrontend) -> None:
+    """It depends on its custom_id and --seed alone: not on which rows were answered before."""
+    _, _, engine = run(frontend, [row(name) for name in "abc"] + [row("d", prompt="x", seed=5)])
+    seeds = {request.request_id: request.seed for request in engine.submitted}
+    assert len(set(seeds.values())) == 4
+    assert 5 in seeds.values()
+    _, _, later = run(frontend, [row("c"), row("a")])
+    assert all(seeds[request.request_id] == request.seed for request in later.submitted)
 
 
 def test_a_lost_engine_ends_the_batch(frontend: ModelFrontend) -> None:
     engine = ScriptedEngine(lambda r: UnavailableError("shard 1 is lost"))
     with pytest.raises(UnavailableError, match="shard 1 is lost"):
-        run_batch([row("a"), row("b"), row("c")], print, engine=engine, frontend=frontend, max_in_flight=2)
-    assert engine.aborted == ["1"], "the rows in flight are ended, the rest is not begun"
+        run_batch(
+            numbered([row("a"), row("b"), row("c")]),
+            StreamedResults(lambda line: None),
+            engine=engine,
+            frontend=frontend,
+            max_in_flight=2,
+        )
+    assert (len(engine.aborted), len(engine.submitted)) == (1, 2), "rows in flight end, others do not begin"

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.batch import input_file
-from cluster.batch.input_file import count_rows, open_input
 from cluster.report.output_file import OutputFile, open_output
 from kernels_integration.errors import ConfigError, UnavailableError
 
@@ -204,33 +202,9 @@ def test_gzip_by_name(tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl.gz"
     write_rows(out, "é", "b")
     assert gzip.decompress(out.read_bytes()).decode() == "é\nb\n"
-    with open_input(str(out)) as lines:
-        assert list(lines) == ["é\n".encode(), b"b\n"]
-    assert count_rows(str(out)) == 2
     interrupt(out, "kept")
     with gzip.open(f"{out}.partial") as stream:
         assert stream.readline() == b"kept\n"
-
-
-@pytest.mark.parametrize(
-    "content", [b"plain text", gzip.compress(b"row\n" * 999, mtime=0)[:-9], b"\x1f\x8b\x08garbage"]
-)
-def test_an_input_that_is_no_gzip_is_told(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "i.jsonl.gz"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"--input .*i\.jsonl\.gz cannot be read: "):
-        count_rows(str(path))
-
-
-def test_a_line_beyond_the_limit_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_file, "MAX_ROW_BYTES", 8)
-    path = tmp_path / "i.jsonl"
-    path.write_bytes(b"short\n" + b"x" * 50 + b"\n" + b"12345678\n" + b"y" * 9 + b"\nlast")
-    with open_input(str(path)) as lines:
-        read = list(lines)
-    assert [line[:5] for line in read] == [b"short", b"xxxxx", b"12345", b"yyyyy", b"last"]
-    assert max(map(len, read)) == 9
-    assert count_rows(str(path)) == 5
 
 
 def missing(folder: Path) -> Path:
@@ -243,14 +217,6 @@ def missing(folder: Path) -> Path:
 def test_outputs_that_do_not_work_are_named(tmp_path: Path, make: Callable[[Path], Path | str]) -> None:
     with pytest.raises(ConfigError, match=r"--output .*cannot be written"):
         write_rows(make(tmp_path))
-
-
-def test_an_input_that_does_not_work_is_named(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"--input .*none\.jsonl cannot be read"),
-        open_input(str(tmp_path / "none.jsonl")),
-    ):
-        pass
 
 
 def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
@@ -291,10 +257,3 @@ def test_a_redirected_input_is_not_overwritten(tmp_path: Path, stdin_of: Callabl
     stdin_of(rows)
     with pytest.raises(ConfigError, match="would overwrite --input -"):
         write_rows(rows, input_path="-")
-
-
-def test_rows_are_counted_for_the_progress_bar(tmp_path: Path) -> None:
-    file = tmp_path / "i.jsonl"
-    file.write_text("a\n\n b\nc")
-    assert count_rows(str(file)) == 3
-    assert count_rows("-") is None
