@@ -59,6 +59,11 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     @property
+    def arithmetic(self) -> str:
+        """What the bits of results depend on beside their inputs; the same on all ranks of a group."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property

@@ -83,6 +83,7 @@ class _Entry:
 
 
 _ENTRIES = {
+    "native": _Entry(module="kernels_integration.native.backend", devices=frozenset({"cpu"})),
     "torch": _Entry(module="kernels_integration.reference.backend", devices=frozenset({"cpu", "cuda"})),
     "triton": _Entry(module="kernels_integration.triton.backend", devices=frozenset({"cuda"})),
     "aiter": _Entry(module="kernels_integration.aiter.backend", devices=frozenset({"cuda"})),
@@ -120,7 +121,7 @@ def refusal(name: str, needs: Needs) -> str | None:
 def choose(asked: str, needs: Needs) -> Choice:
     """The backend that serves these needs: the one asked for, or for auto the best that can.
 
-    auto prefers aiter on ROCm, triton on CUDA; torch is what always works.
+    auto prefers native on a CPU, aiter on ROCm, triton on CUDA; torch is what always works.
     Errors: ConfigError with the reason when the one asked for cannot be used.
     """
     if asked != AUTO:
@@ -129,7 +130,7 @@ def choose(asked: str, needs: Needs) -> Choice:
             raise ConfigError(f"attention-backend {reason}; use --attention-backend auto or torch")
         return Choice(name=asked)
     passed_over: list[tuple[str, str]] = []
-    for name in _preferred(needs.device):
+    for name in _preferred(needs):
         reason = refusal(name, needs)
         if reason is None:
             return Choice(name=name, passed_over=tuple(passed_over))
@@ -147,9 +148,9 @@ def create(name: str, needs: Needs, *, check_plans: bool = False) -> "Backend":
     return wrapped
 
 
-def _preferred(device: str) -> tuple[str, ...]:
-    if device == "cpu":
-        return ("torch",)
+def _preferred(needs: Needs) -> tuple[str, ...]:
+    if needs.device == "cpu":
+        return ("torch",) if needs.dtype == "float64" else ("native", "torch")
     import torch
 
     return ("aiter", "torch") if torch.version.hip else ("triton", "torch")

@@ -22,6 +22,7 @@ from kernels_integration.spans import SpannedCollectives, Spans
 
 logger = logging.getLogger(__name__)
 
+_ARITHMETIC_BYTES = 64
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -62,11 +63,13 @@ def load_weights(
     choice = registry.choose(config.attention_backend, needs)
     for _, reason in choice.passed_over:
         logger.warning("%s; %s computes instead", reason, choice.name)
+    backend = registry.create(choice.name, needs, check_plans=config.check_plans)
+    _require_one_arithmetic(backend.arithmetic, tp, backend.device)
     return load_model(
         model_config,
         config.model_path,
         dtype=DTYPES[config.dtype],
-        backend=registry.create(choice.name, needs, check_plans=config.check_plans),
+        backend=backend,
         tp=tp,
         dcp=dcp,
         num_mtp_layers=model_config.num_drafting_layers(config.num_speculative_tokens),
@@ -112,6 +115,21 @@ def assemble(
             fixed_shapes = model.backend.device.type != "cpu" and not draws_by_rejection(config)
         kind = DeviceShard if fixed_shapes else Shard
         return kind(config, model, cache, tp=tp, dcp=dcp, spans=spans)
+
+
+def _require_one_arithmetic(mine: str, tp: Collectives, device: torch.device) -> None:
+    """Errors: ConfigError on every rank where not all compute alike: what they replicate would differ."""
+    if tp.size == 1:
+        return
+    words = torch.frombuffer(bytearray(mine.encode().ljust(_ARITHMETIC_BYTES)), dtype=torch.int64)
+    gathered = tp.all_gather(words.to(device)).cpu()
+    names = [row.numpy().tobytes().decode().strip() for row in gathered]
+    if len(set(names)) > 1:
+        listed = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise ConfigError(
+            f"the shards would not compute alike ({listed}): their nodes differ in processor or C compiler; "
+            "use --attention-backend torch, or like nodes"
+        )
 
 
 def backend_needs(config: GroupConfig, model: ModelConfig) -> registry.Needs:

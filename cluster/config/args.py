@@ -291,7 +291,7 @@ class EngineArgs(SettingsModel):
         ),
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "torch", "triton", "aiter"],
+        Literal["auto", "native", "torch", "triton", "aiter"],
         Setting("What computes the model. auto is the fastest that this machine can use.", group="KV cache"),
     ] = "auto"
 

@@ -64,10 +64,8 @@ def resolve(args: EngineArgs) -> GroupConfig:
         "kv_cache_dtype": kv_cache_dtype,
         "indexer_kv_dtype": indexer_kv_dtype,
         "device": device,
-        # On a GPU the shard chooses: whether a backend can be used shows there.
-        "attention_backend": "torch"
-        if (args.attention_backend, device) == ("auto", "cpu")
-        else args.attention_backend,
+        # Where it is auto the shard chooses: whether a backend can be used shows there.
+        "attention_backend": args.attention_backend,
         "chat_template": _chat_template(args),
         "heartbeat_timeout_s": args.heartbeat_timeout,
         "step_timeout_s": args.step_timeout,

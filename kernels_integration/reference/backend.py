@@ -38,6 +38,7 @@ class TorchBackend:
     """Plans without a split: attention here runs row by row."""
 
     name = "torch"
+    arithmetic = "torch"
     keeps_transposes = True
     is_capturable = False
     keeps_fp8 = False

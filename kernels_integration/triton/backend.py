@@ -97,6 +97,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    arithmetic = "triton"
     keeps_transposes = False
     keeps_fp8 = False
     is_capturable = True

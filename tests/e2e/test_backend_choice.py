@@ -66,7 +66,7 @@ def test_every_operation_is_the_chosen_backends(monkeypatch):
     )
     monkeypatch.setitem(registry._ENTRIES, "triton", entry)
     Counting.calls.clear()
-    assert stream(attention_backend="triton") == stream()
+    assert stream(attention_backend="triton") == stream(attention_backend="torch")
     assert set(Counting.calls) == OPERATIONS
     monkeypatch.setattr("actors.inline_group.build_shard", functools.partial(build_shard, fixed_shapes=True))
     Counting.calls.clear()

@@ -76,7 +76,7 @@ def test_a_fault_is_reported_with_step_rank_layer_and_row(monkeypatch, fixed_sha
 
     monkeypatch.setattr(selection, "select_topk", faulty)
     with pytest.raises(PlanError, match=r"^step 1, rank 0: layer 2: .*a slot twice, near row \d+") as info:
-        stream(check_plans=True)
+        stream(check_plans=True, attention_backend="torch")
     last_row = int(re.findall(r"row (\d+)", str(info.value))[-1])
     assert last_row == calls[2].kv_indptr.shape[0] - 2
     assert torch.equal(calls[2].kv_indices[-1:], calls[2].kv_indices[-2:-1])

@@ -8,6 +8,7 @@ import pytest
 
 from actors.inline_group import InlineGroup
 from actors.requests import Request, SequenceKey
+from kernels_integration.native.library import is_available
 from tests.support.groups import group_config, request, run, text_prompts
 
 # Shorter than, at, just beyond and far beyond index_topk = 64, so that streams cross it too.
@@ -134,3 +135,30 @@ def test_members_join_and_leave_every_step(streams, topology):
         step += 1
     group.close()
     assert tokens == streams
+
+
+def _float32_answers(together: bool, **config) -> dict[str, tuple[list[int], list[float]]]:
+    settings = {"dtype": "float32", "kv_cache_dtype": "float32", "attention_backend": "native"}
+    group = InlineGroup(group_config(**settings | config))
+    asked = [
+        request(f"{t}-{len(p)}", p, max_tokens=NEW_TOKENS, temperature=t, seed=9, logprobs=2)
+        for p in text_prompts([5, 66, 130])
+        for t in (0.0, 1.0)
+    ]
+    try:
+        collected = run(group, asked, together=together)
+    finally:
+        group.close()
+    return {
+        name: (c.token_ids, [entry.logprob for update in c.updates for entry in update.logprobs])
+        for name, c in collected.items()
+    }
+
+
+@pytest.mark.skipif(not is_available(), reason="no C compiler")
+def test_native_float32_has_the_same_bits_in_any_batch():
+    """On one rank a row's bits are its own: not even log probabilities depend on drafts, batch or chunks."""
+    alone = _float32_answers(together=False)
+    assert all(len(logprobs) == NEW_TOKENS for _, logprobs in alone.values())
+    assert _float32_answers(together=True, num_speculative_tokens=3) == alone
+    assert _float32_answers(together=True, num_speculative_tokens=1, max_num_batched_tokens=33) == alone

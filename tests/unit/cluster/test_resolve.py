@@ -45,7 +45,7 @@ def test_defaults_serve_the_bundled_checkpoint() -> None:
     assert (config.tensor_parallel_size, config.decode_context_parallel_size) == (1, 1)
     assert config.num_speculative_tokens == 3
     assert config.max_model_len == 2048
-    assert (config.dtype, config.kv_cache_dtype, config.attention_backend) == ("float32", "float32", "torch")
+    assert (config.dtype, config.kv_cache_dtype, config.attention_backend) == ("float32", "float32", "auto")
     assert config.num_kv_blocks == 512 * 2**20 // (16 * VALUES_PER_TOKEN * 4)
 
 
@@ -280,7 +280,7 @@ def test_the_device(monkeypatch: pytest.MonkeyPatch, has_gpu: bool):
     """auto takes a GPU for one shard; the backend is then chosen where the GPU is."""
     monkeypatch.setattr("cluster.config.resolve._finds_gpu", lambda: has_gpu)
     config = resolved()
-    assert (config.device, config.attention_backend) == (("cuda", "auto") if has_gpu else ("cpu", "torch"))
+    assert (config.device, config.attention_backend) == ("cuda" if has_gpu else "cpu", "auto")
     assert resolved(device="cpu").device == "cpu"
     assert resolved(tensor_parallel_size=2).device == "cpu"
     if has_gpu:

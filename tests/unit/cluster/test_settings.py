@@ -96,7 +96,7 @@ def test_two_spellings_in_one_source_must_agree() -> None:
         ("dtype", "float8", "auto, float32, float64 or bfloat16"),
         ("kv_cache_dtype", "int8", "auto, float32, float64, bfloat16 or fp8_ds_mla"),
         ("indexer_kv_dtype", "fp8_ds_mla", "auto, float32, float64, bfloat16 or fp8"),
-        ("attention_backend", "flash", "auto, torch, triton or aiter"),
+        ("attention_backend", "flash", "auto, native, torch, triton or aiter"),
         ("kv_cache_memory_bytes", "lots", "such as 512M"),
         ("kv_cache_memory_bytes", "0", "such as 512M"),
         ("seed", "-1", "from 0 to"),
@@ -196,7 +196,7 @@ def test_the_schema_shows_every_setting_with_its_bounds() -> None:
     assert properties["block_size"]["minimum"] == 1
     drafts = properties["num_speculative_tokens"]["anyOf"][0]
     assert (drafts["minimum"], drafts["maximum"]) == (0, 8)
-    assert properties["attention_backend"]["enum"] == ["auto", "torch", "triton", "aiter"]
+    assert properties["attention_backend"]["enum"] == ["auto", "native", "torch", "triton", "aiter"]
 
 
 def test_a_setting_stands_where_it_is_declared_and_where_it_is_used() -> None:

@@ -38,8 +38,12 @@ def install(monkeypatch, name, refusal):
     monkeypatch.setitem(registry._ENTRIES, name, entry)
 
 
-def test_torch_computes_on_a_cpu_and_is_what_auto_takes_there():
-    assert choose("auto", CPU) == registry.Choice(name="torch")
+def test_auto_takes_native_on_a_cpu_and_torch_where_it_cannot(monkeypatch):
+    install(monkeypatch, "native", lambda needs: None)
+    assert choose("auto", CPU) == registry.Choice(name="native")
+    install(monkeypatch, "native", lambda needs: "no C compiler is on the PATH")
+    reason = "native cannot be used: no C compiler is on the PATH"
+    assert choose("auto", CPU) == registry.Choice(name="torch", passed_over=(("native", reason),))
     assert choose("torch", CPU).name == "torch"
     backend = create("torch", dataclasses.replace(CPU, dtype="float64"))
     assert isinstance(backend, TorchBackend)
