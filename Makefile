@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SMG_VERSION := 1.13.0
+CLIENTS := litellm==1.110.2 langchain-openai==1.7.4 schemathesis==4.32.5
 # Two workers for what only computes; what starts Ray and servers, or watches clocks, then runs one at a time.
 SPREAD := -n 2 --maxschedchunk 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -25,7 +26,7 @@ $(VENV)/.installed: $(VENV)/.python pyproject.toml constraints-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/peers/.smg-$(SMG_VERSION)
+$(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/peers/.smg-$(SMG_VERSION) $(VENV)/peers/.clients
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[test,lint]'
 	# Of what it depends on only Triton is missing: 0.3 GB that a CPU has no use for.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt --no-deps xgrammar
@@ -35,6 +36,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/peers/.smg-$(SMG_VERSION)
 $(VENV)/peers/.smg-$(SMG_VERSION): $(VENV)/.python
 	$(PYTHON) -m venv $(VENV)/peers/smg
 	$(VENV)/peers/smg/bin/python -m pip install --quiet --disable-pip-version-check smg==$(SMG_VERSION)
+	@touch $@
+
+# Clients of OpenAI's API, and what tests a server against its own document.
+$(VENV)/peers/.clients: $(VENV)/.python Makefile
+	$(PYTHON) -m venv $(VENV)/peers/clients
+	$(VENV)/peers/clients/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS)
 	@touch $@
 
 demo: setup  ## a local Ray group (tp 2, dcp 2, 3 drafts) answers two prompts over gRPC

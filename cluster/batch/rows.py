@@ -73,7 +73,7 @@ def parse_row(row: KnownRow, frontend: ModelFrontend) -> Body:
             f"url is {shown(url)}; it must be one of {', '.join(ENDPOINTS)}", field="url"
         )
     body = parse_body(url, _field(value, "body", dict))
-    check_model(body, frontend)
+    check_model(body.model, frontend)
     return body
 
 

@@ -70,8 +70,13 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
             f"{field}.content is {shown(message.get('content'))}; it must be text, or a list of text parts",
             field=f"{field}.content",
         )
-    if isinstance(calls := given.get("tool_calls"), list):
-        given["tool_calls"] = [_checked_tool(call) for call in calls]
+    if "tool_calls" in given:
+        if not isinstance(given["tool_calls"], list):
+            raise InvalidRequestError(
+                f"{field}.tool_calls is {shown(given['tool_calls'])}; it must be a list",
+                field=f"{field}.tool_calls",
+            )
+        given["tool_calls"] = [_checked_tool(call) for call in given["tool_calls"]]
     return given | {"content": content}
 
 

@@ -1,7 +1,6 @@
 """/v1/chat/completions and /v1/completions: a body, its request, its answer whole or in pieces."""
 
 import asyncio
-import json
 import math
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -18,6 +17,7 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.http.errors import DONE, REQUEST_ID_HEADER, event
+from cluster.http.request_body import BodyReader
 from cluster.openai.bodies import Body, check_model, parse_body
 from cluster.openai.endpoints import AnswerStream, streamed_answer, whole_answer
 from cluster.outputs import OutputBuilder
@@ -25,6 +25,8 @@ from kernels_integration.errors import InvalidRequestError, LatentrayError, show
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds that the client will wait."""
+WRITE_TIMEOUT_S = 300.0
+"""A client that has read nothing for so long has gone."""
 _MAX_REQUEST_ID = 256
 _TOKENIZING_THREADS = 2
 
@@ -35,7 +37,10 @@ Updates = AsyncGenerator[tuple[int, RequestUpdate], None]
 class Completions:
     """Answers the two endpoints. A client that goes away cancels its handler, which ends its request."""
 
-    def __init__(self, *, frontend: ModelFrontend, answering: Answering, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, *, frontend: ModelFrontend, answering: Answering, metrics: GatewayMetrics, bodies: BodyReader
+    ) -> None:
+        self._bodies = bodies
         self._frontend = frontend
         self._answering = answering
         self._metrics = metrics
@@ -56,8 +61,8 @@ class Completions:
                 async with self._answering.admit(
                     request_id, client=http.remote or "", time_left_s=time_left_s()
                 ) as live:
-                    body = parse_body(http.path, await json_object(http), may_stream=True)
-                    check_model(body, self._frontend)
+                    body = parse_body(http.path, await self._bodies.json_object(http), may_stream=True)
+                    check_model(body.model, self._frontend)
                     requests = await loop.run_in_executor(
                         self._tokenizing, body.to_requests, request_id, self._frontend
                     )
@@ -123,8 +128,9 @@ class EventStream:
             return
         try:
             named = self.answer is not None and self.answer.names_events
-            await self.response.write(b"".join(event(chunk, named=named) for chunk in chunks))
-        except ConnectionError as error:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self.response.write(b"".join(event(chunk, named=named) for chunk in chunks))
+        except (ConnectionError, TimeoutError) as error:
             raise asyncio.CancelledError from error
 
     async def fail(self, error: LatentrayError) -> None:
@@ -150,27 +156,6 @@ class EventStream:
         )
         await response.prepare(self._http)
         return response
-
-
-async def json_object(http: web.Request) -> dict[str, Any]:
-    """The body. Errors: InvalidRequestError when it is no JSON object.
-
-    A page in a browser may send text or forms anywhere; only JSON asks the server first whether it may.
-    """
-    if http.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType(
-            reason=f"Content-Type is {shown(http.content_type)}; it must be application/json"
-        )
-    content = await http.read()
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not JSON: {error}", field="body") from error
-    if not isinstance(found, dict):
-        raise InvalidRequestError(
-            f"the body holds a {type(found).__name__}; it must hold one JSON object", field="body"
-        )
-    return found
 
 
 def _request_id(http: web.Request) -> str:

@@ -31,8 +31,9 @@ def in_envelope(max_body_bytes: int) -> Middleware:
         except web.HTTPRequestEntityTooLarge:
             return _refused(413, f"the body has more than {max_body_bytes} bytes; shorten it")
         except web.HTTPMethodNotAllowed as error:
-            allowed = " or ".join(sorted(error.allowed_methods))
-            return _refused(405, f"{request.path} takes {allowed}, not {error.method}")
+            allowed = sorted(error.allowed_methods)
+            told = f"{request.path} takes {' or '.join(allowed)}, not {error.method}"
+            return _refused(405, told, Allow=", ".join(allowed))
         except web.HTTPNotFound:
             paths = sorted({resource.canonical for resource in request.app.router.resources()})
             return _refused(404, f"there is no {request.path} here; there are {', '.join(paths)}")
@@ -44,9 +45,9 @@ def in_envelope(max_body_bytes: int) -> Middleware:
     return middleware
 
 
-def _refused(status: int, message: str) -> web.Response:
+def _refused(status: int, message: str, **headers: str) -> web.Response:
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return web.json_response({"error": body}, status=status)
+    return web.json_response({"error": body}, status=status, headers=headers)
 
 
 def event(data: dict[str, Any], *, named: bool = False) -> bytes:

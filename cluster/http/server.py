@@ -1,6 +1,7 @@
 """The HTTP server of a gateway: routes, limits, start and stop."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +15,18 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.metrics_server import listen, metrics_response
-from cluster.http.completions import Completions, json_object
+from cluster.http.completions import Completions
+from cluster.http.connections import IDLE_S, LimitedRunner, max_connections
 from cluster.http.errors import in_envelope
-from cluster.openai.bodies import ENDPOINTS, parse_body
+from cluster.http.openapi import openapi_document
+from cluster.http.request_body import BodyReader
+from cluster.openai.bodies import ENDPOINTS, check_model, parse_body
 from cluster.openai.chat_body import ChatBody
 from kernels_integration.errors import InvalidRequestError, UnknownModelError, shortened, shown
 
 _CLOSE_GRACE_S = 0.5
+_PROTOCOL_LOG = logging.getLogger("latentray.http")
+_PROTOCOL_LOG.setLevel(logging.CRITICAL)  # else whoever sends no HTTP fills the log with traces
 _MAX_HEADER_BYTES = 16 * 2**10
 
 
@@ -42,7 +48,10 @@ class HttpServer:
         self._health = health
         self._metrics = metrics
         self._started_at = int(time.time())
-        self._completions = Completions(frontend=frontend, answering=answering, metrics=metrics)
+        self._bodies = BodyReader(max_body_bytes)
+        self._completions = Completions(
+            frontend=frontend, answering=answering, metrics=metrics, bodies=self._bodies
+        )
         self._app = web.Application(middlewares=[in_envelope(max_body_bytes)], client_max_size=max_body_bytes)
         for path in ENDPOINTS:
             self._app.router.add_post(path, self._completions.answer)
@@ -53,6 +62,7 @@ class HttpServer:
             "/ready": self._state,
             "/version": self._version,
             "/metrics": self._all_metrics,
+            "/openapi.json": self._openapi,
         }
         for path, handler in routes.items():
             self._app.router.add_get(path, handler)
@@ -62,8 +72,11 @@ class HttpServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; the port (a free one for 0). Errors: ConfigError when it cannot be had."""
-        runner = web.AppRunner(
+        runner = LimitedRunner(
             self._app,
+            limit=max_connections(),
+            keepalive_timeout=IDLE_S,
+            logger=_PROTOCOL_LOG,
             access_log=None,  # requests have a line of their own, with what they cost
             handler_cancellation=True,
             shutdown_timeout=_CLOSE_GRACE_S,
@@ -109,12 +122,16 @@ class HttpServer:
     async def _version(self, http: web.Request) -> web.Response:
         return web.json_response({"version": __version__})
 
+    async def _openapi(self, http: web.Request) -> web.Response:
+        return web.json_response(openapi_document(self._frontend.served_model_name))
+
     async def _all_metrics(self, http: web.Request) -> web.Response:
         return metrics_response(self._metrics.registry, http)
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         """Of {"prompt": text} or {"messages": [...]}, as vLLM: the ids that a request would have."""
-        body = await json_object(http)
+        body = await self._bodies.json_object(http)
+        check_model(body.get("model"), self._frontend)
         token_ids = await asyncio.to_thread(self._token_ids, body)
         return web.json_response(
             {"count": len(token_ids), "max_model_len": self._config.max_model_len, "tokens": list(token_ids)}
@@ -144,7 +161,8 @@ class HttpServer:
         return self._frontend.encode_prompt(prompt)
 
     async def _detokenize(self, http: web.Request) -> web.Response:
-        body = await json_object(http)
+        body = await self._bodies.json_object(http)
+        check_model(body.get("model"), self._frontend)
         _require_fields(body, {"model", "tokens"})
         tokens = body.get("tokens")
         if not isinstance(tokens, list):

@@ -44,7 +44,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 _STREAMING = frozenset({"stream", "stream_options"})
 
-_NO_EFFECT = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+NO_EFFECT = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 """Parameters that never change an answer."""
 
 TextBody = ChatBody | CompletionsBody
@@ -68,7 +68,7 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
     if not may_stream:
         legal -= _STREAMING
     for name, value in body.items():
-        if name not in legal and name not in _NO_EFFECT and value is not None:
+        if name not in legal and name not in NO_EFFECT and value is not None:
             _check_unsupported(legal, name, value)
     try:
         return cls.model_validate(dict(body))
@@ -80,11 +80,11 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
         raise InvalidRequestError(f"{path} is {shown(first['input'])}; {first['msg']}", field=path) from error
 
 
-def check_model(body: Body, frontend: ModelFrontend) -> None:
-    """Errors: UnknownModelError when the body asks for another model. No model means this one."""
-    if body.model is not None and body.model != frontend.served_model_name:
+def check_model(model: object, frontend: ModelFrontend) -> None:
+    """Errors: UnknownModelError when a body asks for another model. No model means this one."""
+    if model is not None and model != frontend.served_model_name:
         raise UnknownModelError(
-            f"model is {shown(body.model)}; the model served here is {frontend.served_model_name!r}",
+            f"model is {shown(model)}; the model served here is {frontend.served_model_name!r}",
             field="model",
         )
 

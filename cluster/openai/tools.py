@@ -8,7 +8,8 @@ from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import InvalidRequestError, shown
 
 MAX_TOOLS = 1024
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
+NAME_PATTERN = r"[A-Za-z0-9_.:/-]{1,256}"
+_NAME = re.compile(NAME_PATTERN)
 _NAME_RULE = "a text of 1 to 256 letters, digits and _ . : / -"
 
 

@@ -94,6 +94,25 @@ async def test_a_completion_with_logprobs_and_choices(client: openai.AsyncOpenAI
     assert whole.choices[0].text != whole.choices[1].text
 
 
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (["is Paris"], "The capital of France "),
+        (["Paris", "ris"], "The capital of France is "),
+        (["e is P", "nowhere"], "The capital of Franc"),
+        (["."], "The capital of France is Paris"),
+        (["Paris. And"], "The capital of France is Paris."),
+    ],
+)
+async def test_stop_strings_across_tokens(client: openai.AsyncOpenAI, stop: list[str], text: str) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": FRANCE, "temperature": 0, "stop": stop}
+    whole = await client.chat.completions.create(**asked)
+    chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **asked)]
+    assert whole.choices[0].message.content == text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+
+
 async def test_the_stream_is_that_of_grpc_and_of_the_seed(client: openai.AsyncOpenAI) -> None:
     texts = set()
     for _ in range(2):

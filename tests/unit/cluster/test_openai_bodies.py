@@ -298,9 +298,9 @@ def test_what_a_body_needs_is_named() -> None:
 
 
 def test_another_model_is_refused(frontend: ModelFrontend) -> None:
-    check_model(parse_body(CHAT, {"messages": MESSAGES, "model": "tiny-dsa"}), frontend)
+    check_model(parse_body(CHAT, {"messages": MESSAGES, "model": "tiny-dsa"}).model, frontend)
     with pytest.raises(InvalidRequestError, match="model is 'gpt'; the model served here is 'tiny-dsa'"):
-        check_model(parse_body(CHAT, {"messages": MESSAGES, "model": "gpt"}), frontend)
+        check_model(parse_body(CHAT, {"messages": MESSAGES, "model": "gpt"}).model, frontend)
 
 
 LONG = "x" * 300_000
@@ -338,7 +338,7 @@ LONG = "x" * 300_000
 def test_a_refusal_never_sends_the_body_back(frontend: ModelFrontend, body: dict[str, Any]) -> None:
     def read() -> None:
         parsed = parse_body(CHAT, {"messages": MESSAGES} | body, may_stream=True)
-        check_model(parsed, frontend)
+        check_model(parsed.model, frontend)
         parsed.to_requests("id", frontend)[0]
 
     with pytest.raises(InvalidRequestError) as refused:
