@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 from tokenizers import Tokenizer
@@ -23,6 +24,9 @@ from actors.stats import GroupStats
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.in_process import InProcessCollectives
 from kernels_integration.spans import Span, Spans
+
+_SETTLE_EVERY_S = 50e-6
+"""How often a shard that waits for its next step looks whether one has ended."""
 
 
 class InlineGroup:
@@ -126,7 +130,7 @@ class _ThreadedShards:
         try:
             shard = self._build(rank)
             self._results.put(None)
-            while (step := self._inboxes[rank].get()) is not None:
+            while (step := _next_step(shard, self._inboxes[rank])) is not None:
                 with self._spans[rank]("step", step.step):
                     shard.execute(step, self._results.put)
         except Exception as error:
@@ -138,6 +142,14 @@ class _ThreadedShards:
         for _ in self._threads:
             if isinstance(result := self._results.get(), Exception):
                 raise result
+
+
+def _next_step(shard: Shard | DeviceShard, inbox: "queue.SimpleQueue[StepInput | None]") -> StepInput | None:
+    """Wait for it; until it comes, steps that the device ends are reported."""
+    while not shard.settle(wait=False):
+        with suppress(queue.Empty):
+            return inbox.get(timeout=_SETTLE_EVERY_S)
+    return inbox.get()
 
 
 def _start_shards(config: GroupConfig, spans: list[Spans]) -> _ThreadedShards:

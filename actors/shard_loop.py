@@ -1,6 +1,7 @@
 """A shard's life: join the collectives, load the model, run steps until told to stop. No Ray."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -18,11 +19,18 @@ from kernels_integration.spans import Span, Spans
 
 logger = logging.getLogger(__name__)
 
+_SETTLE_EVERY_S = 50e-6
+"""How often a shard that waits for its next step looks whether one has ended."""
+
 
 class StepRunner(Protocol):
     """What the loop drives: `actors.shard.Shard`, or an echo in tests and benchmarks."""
 
     def execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None: ...
+
+    def settle(self, *, wait: bool) -> bool:
+        """Report steps that have ended since; wait: all. Whether none is left to report."""
+        ...
 
 
 class BuildShard(Protocol):
@@ -65,10 +73,16 @@ class ShardLoop:
         if self._shard is None:
             raise ProtocolError("the shard was asked to run before it has loaded; call load first")
         with self._telling_coordinator():
-            while (step := self._end.receive()) is not None:
+            while (step := self._next_step(self._shard)) is not None:
                 with self._spans("step", step.step):
                     self._shard.execute(step, self._report)
         self.close()
+
+    def _next_step(self, shard: StepRunner) -> StepInput | None:
+        """Wait for it; until it comes, steps that the device ends are reported."""
+        while not shard.settle(wait=False) and not self._end.has_message:
+            time.sleep(_SETTLE_EVERY_S)
+        return self._end.receive()
 
     def take_spans(self) -> list[Span]:
         """Where the time went since the last call; empty unless the group is traced."""

@@ -179,6 +179,9 @@ class LastRows:
             )
         self._shard.execute(step, report)
 
+    def settle(self, *, wait: bool) -> bool:
+        return self._shard.settle(wait=wait)
+
     def take_spans(self) -> list[Span]:
         return self._shard.take_spans()
 

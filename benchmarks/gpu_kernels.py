@@ -30,6 +30,8 @@ from kernels_integration.triton import (
     router,
     sampling,
 )
+from kernels_integration.triton.local_rows import LocalRows
+from kernels_integration.triton.topk import select_best
 
 _ROTATED_BYTES = 300 << 20
 C, R, TOPK, INDEX_DIM, INDEX_HEADS = 512, 64, 2048, 128, 64
@@ -148,10 +150,10 @@ def plan_build_work(rows: int) -> Work:
     return Work(name=f"plan build, T {rows}", num_bytes=0, calls=calls)
 
 
-def whole_rows(table: torch.Tensor, length: int) -> indexer.LocalRows:
+def whole_rows(table: torch.Tensor, length: int) -> LocalRows:
     """A row of each request that sees all of its tokens."""
     rows = len(table)
-    return indexer.LocalRows(
+    return LocalRows(
         visible_from=torch.zeros(rows, dtype=torch.int32, device="cuda"),
         visible_to=torch.full((rows,), length, dtype=torch.int32, device="cuda"),
         request=torch.arange(rows, device="cuda"),
@@ -192,7 +194,7 @@ def index_topk(rows: int, length: int) -> Work:
         out = torch.empty(rows * TOPK, dtype=torch.int32, device="cuda")
 
         def call(scores=scores, out=out) -> None:
-            indexer.select_best(scores, local, indptr, out, topk=TOPK)
+            select_best(scores, local, indptr, out, topk=TOPK)
 
         calls.append(call)
     return Work(name=f"top-k {TOPK} of {length}, T {rows}", num_bytes=num_bytes, calls=calls)

@@ -104,6 +104,8 @@ class DeviceRows:
     block_size: int
     max_visible: int
     """The host's upper bound of visible_to - visible_from."""
+    rows_per_request: int = 1
+    """R, where every request has R rows, which stand together and see from the same token on; else 1."""
 
     @property
     def num_rows(self) -> int:

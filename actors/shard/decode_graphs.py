@@ -23,9 +23,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    slots: Tensor
-    k: Tensor
-    fills: Tensor
+    places: Tensor
     passed: Passed
     """Where every replay leaves its results."""
 
@@ -39,17 +37,15 @@ class DecodeGraphs:
         self._captured: dict[DecodeShape, _Captured] = {}
         self._is_on = True
 
-    def run(self, shape: DecodeShape, slots: Tensor, k: Tensor, fills: Tensor) -> Passed:
+    def run(self, shape: DecodeShape, places: Tensor) -> Passed:
         """Arguments as for `DevicePasses.run`. The result holds until the next call."""
         captured = self._captured.get(shape)
         if captured is None and self._may_capture(shape):
-            captured = self._capture(shape, slots, k, fills)
+            captured = self._capture(shape, places)
         if captured is None:
             self._seen.add(shape)
-            return self._passes.run(shape, slots, k, fills)
-        captured.slots.copy_(slots)
-        captured.k.copy_(k)
-        captured.fills.copy_(fills)
+            return self._passes.run(shape, places)
+        captured.places.copy_(places)
         captured.graph.replay()
         return captured.passed
 
@@ -58,18 +54,18 @@ class DecodeGraphs:
         is_fixed = shape.num_places > 0 and not shape.has_filters
         return self._is_on and is_fixed and shape in self._seen and len(self._captured) < MAX_GRAPHS
 
-    def _capture(self, shape: DecodeShape, slots: Tensor, k: Tensor, fills: Tensor) -> _Captured | None:
+    def _capture(self, shape: DecodeShape, places: Tensor) -> _Captured | None:
         """None where it fails: then nothing is captured any more. Capturing computes nothing."""
-        inputs = slots.clone(), k.clone(), fills.clone()
+        own = places.clone()
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._captured.values())).graph.pool() if self._captured else None
         try:
             with torch.cuda.graph(graph, pool=pool):
-                passed = self._passes.run(shape, *inputs)
+                passed = self._passes.run(shape, own)
         except RuntimeError as error:
             self._is_on = False
             _log.warning("decode steps run without CUDA graphs: capturing %s failed: %s", shape, error)
             return None
-        captured = _Captured(graph=graph, slots=inputs[0], k=inputs[1], fills=inputs[2], passed=passed)
+        captured = _Captured(graph=graph, places=own, passed=passed)
         self._captured[shape] = captured
         return captured

@@ -57,6 +57,11 @@ class StepLayout:
     """Those asked for of the drawn rows: B * (K + 1) of verifies, then one of each final chunk."""
 
     @property
+    def places(self) -> Int64s:
+        """[3, B]: slots, k, and 1 where a request fills."""
+        return np.stack((self.slots, self.k, self.fill.astype(np.int64)))
+
+    @property
     def num_places(self) -> int:
         return self.shape.num_places
 

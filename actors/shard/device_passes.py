@@ -74,13 +74,12 @@ class DevicePasses:
     def run(
         self,
         shape: DecodeShape,
-        slots: Tensor,
-        k: Tensor,
-        fills: Tensor,
+        places: Tensor,
         chunks: ChunkRows | None = None,
         rules: StepRules | None = None,
     ) -> Passed:
-        """slots, k [B] int64, fills [B] bool. Moves the verifies' state on; the chunks' is the caller's."""
+        """places [3, B] int64: `StepLayout.places`. Moves on the state of the verifies, not of the chunks."""
+        slots, k, fills = places[0], places[1], places[2] != 0
         with self._spans("draft"):
             drafts = self._draft(shape, slots, k, fills, rules)
         starts = self._state.length.index_select(0, slots)
@@ -169,6 +168,7 @@ class DevicePasses:
             is_real.flatten(),
             max_visible=shape.max_visible,
             visible_from=self._state.mtp_from.index_select(0, slots) + module,
+            rows_per_request=positions.shape[1],
         )
         states = self._model.mtp_forward(
             token_ids.flatten(), previous.flatten(0, 1), rows, self._cache, module=module
@@ -190,7 +190,7 @@ class DevicePasses:
         anchors = self._state.anchor.index_select(0, slots)
         token_ids = torch.cat((anchors.unsqueeze(1), drafts), dim=1).flatten()
         is_real, request, positions = (column <= k.unsqueeze(1)).flatten(), _place_of(grid), grid.flatten()
-        writes, max_visible = None, shape.max_visible
+        writes, max_visible, rows_per_request = None, shape.max_visible, shape.k_max + 1
         if chunks is not None:
             writes = torch.cat((torch.ones_like(is_real), chunks.writes))
             is_real = torch.cat((is_real, torch.ones_like(chunks.writes)))
@@ -198,8 +198,16 @@ class DevicePasses:
             slots = torch.cat((slots, chunks.slots))
             positions = torch.cat((positions, chunks.positions))
             token_ids = torch.cat((token_ids, chunks.token_ids))
-            max_visible = max(max_visible, chunks.max_visible)
-        rows = self._rows.make(slots, request, positions, is_real, max_visible=max_visible, writes=writes)
+            max_visible, rows_per_request = max(max_visible, chunks.max_visible), 1
+        rows = self._rows.make(
+            slots,
+            request,
+            positions,
+            is_real,
+            max_visible=max_visible,
+            writes=writes,
+            rows_per_request=rows_per_request,
+        )
         hidden = self._model.forward(token_ids, rows, self._cache)
         return hidden, rows.visible_to[: shape.num_verify_rows] > 0
 

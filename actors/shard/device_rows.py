@@ -35,11 +35,13 @@ class DeviceRowMaker:
         max_visible: int,
         visible_from: Tensor | None = None,
         writes: Tensor | None = None,
+        rows_per_request: int = 1,
     ) -> DeviceRows:
         """Row t, at positions[t], is of slots[request[t]].
 
         slots [B]; request, positions, is_real [T]: rows that are not real have no KV; visible_from [B]
-        (default 0); writes [T]: which real rows store their KV (default all).
+        (default 0); writes [T]: which real rows store their KV (default all). rows_per_request: as in
+        `DeviceRows`.
         """
         owners = slots.index_select(0, request)
         # Position limit - 1 is nobody's to write: the last token's KV is never needed.
@@ -61,6 +63,7 @@ class DeviceRowMaker:
             block_tables=tables,
             block_size=self._block_size,
             max_visible=max_visible,
+            rows_per_request=rows_per_request,
         )
 
     def mtp(

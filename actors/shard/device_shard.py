@@ -6,7 +6,9 @@ whose tokens the host counts, and log probabilities. State and layout: contracts
 acceptance only.
 """
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from actors.config import GroupConfig
 from actors.grammar.compiler import GrammarCompiler
 from actors.messages import PENDING_CAPACITY, StepInput, StepOutput
 from actors.model.model import Model
-from actors.shard.boundary import Boundary
+from actors.shard.boundary import Boundary, Descent
 from actors.shard.chunk_rows import ChunkRows
 from actors.shard.decode_graphs import DecodeGraphs
 from actors.shard.device_layout import HostView, StepLayout
@@ -40,6 +42,19 @@ from kernels_integration.spans import Span, Spans
 from kernels_integration.token_marks import MASKED
 
 
+@dataclass(frozen=True, slots=True)
+class _Unreported:
+    """A step that the device has been given, and what its report is made of."""
+
+    step: StepInput
+    layout: StepLayout
+    known: Descent
+    """`Passed.report`"""
+    logprobs: tuple[Logprobs | None, Logprobs | None]
+    """Of the tokens drawn, and of prompts."""
+    report: Callable[[StepOutput], None]
+
+
 class DeviceShard:
     """The state of one rank, on its device. Errors: as `Shard`, but for tables, which the host cannot see."""
 
@@ -55,6 +70,8 @@ class DeviceShard:
     ) -> None:
         assert not draws_by_rejection(config), "standard rejection sampling has no fixed shapes yet"
         self._drafts = config.num_speculative_tokens > 0
+        self._is_deferred = config.scheduling == "deferred"
+        self._unreported: deque[_Unreported] = deque()
         self._model = model
         self._tp = tp
         self._spans = spans
@@ -92,32 +109,45 @@ class DeviceShard:
 
     @torch.inference_mode()
     def execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
-        """Run one step. On rank 0 `report` is called as soon as its tokens are known."""
+        """Run one step. On rank 0 `report` is called once its tokens are known: in sync mode before this
+        returns; in deferred mode perhaps in `settle`, so that the device has its next step before this ends.
+        """
         with locating(step.step, self._tp.rank):
             self._execute(step, report)
 
     def _execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None:
         self._apply(step)
-        layout, up = self._host.layout(step), self._boundary.up
+        layout = self._host.layout(step)
         rules = StepRules(self._rules, layout, self._boundary) if layout.has_rules else None
         chunks = ChunkRows.of(step, layout.chunks, self._boundary)
-        inputs = layout.shape, up(layout.slots), up(layout.k), up(layout.fill)
+        places = self._boundary.up(layout.places)
         if self._graphs is not None and chunks is None and rules is None:
             with self._spans("graph"):
-                passed = self._graphs.run(*inputs)
+                passed = self._graphs.run(layout.shape, places)
         else:
-            passed = self._passes.run(*inputs, chunks, rules)
+            passed = self._passes.run(layout.shape, places, chunks, rules)
         logprobs = self._logprobs_of(layout, passed)
         chunk_hidden = passed.hidden[layout.shape.num_verify_rows :]
         prompt_logprobs = self._prompt_logprobs.of_step(
             layout.chunks, chunk_hidden, self._model.logits, self._tp
         )
         if self._tp.rank == 0:
-            report(self._output(step, layout, passed, logprobs, prompt_logprobs))
+            known = self._boundary.start_down(passed.report)
+            self._unreported.append(_Unreported(step, layout, known, (logprobs, prompt_logprobs), report))
+        is_awaited = rules is not None or logprobs is not None or prompt_logprobs is not None
+        self.settle(wait=is_awaited or not self._is_deferred)
         if rules is not None:
             rules.count(passed.drawn, passed.num_emitted)
         if chunks is not None:
             self._take_chunks(step, layout, chunk_hidden, passed.drawn[layout.shape.num_verify_rows :])
+
+    def settle(self, *, wait: bool) -> bool:
+        """Report the steps that the device has done, in order; wait: all. Whether none is left to report."""
+        while self._unreported and (wait or self._unreported[0].known.is_done):
+            done = self._unreported.popleft()
+            with locating(done.step.step, self._tp.rank):
+                done.report(self._output(done))
+        return not self._unreported
 
     def take_spans(self) -> list[Span]:
         """Where the time went since the last call; empty unless the group is traced."""
@@ -144,23 +174,18 @@ class DeviceShard:
             self._tp,
         )
 
-    def _output(
-        self,
-        step: StepInput,
-        layout: StepLayout,
-        passed: Passed,
-        logprobs: Logprobs | None,
-        prompt_logprobs: Logprobs | None,
-    ) -> StepOutput:
-        """The report: here the host waits for the device."""
-        chunks, shape, k = layout.chunks, layout.shape, layout.k[: layout.num_verifies]
+    def _output(self, of: "_Unreported") -> StepOutput:
+        """The report: here the host waits for the device, if it must."""
+        step, layout, shape = of.step, of.layout, of.layout.shape
+        chunks, k = layout.chunks, layout.k[: layout.num_verifies]
         finals = shape.num_verify_rows + np.arange(int(chunks.final.sum()))
         own = np.concatenate([layout.taken(shape.k_max + 1, k + 1), finals])
         with self._spans("wait"):
-            copied = self._boundary.down(passed.report).astype(np.int32)
+            copied = of.known.array().astype(np.int32)
         bounds = [shape.num_places * shape.k_max, len(copied) - shape.num_places]
         drafts, drawn, lengths = np.split(copied, bounds)
         ends = (chunks.starts + chunks.counts).astype(np.int32)
+        logprobs, prompt_logprobs = of.logprobs
         return StepOutput(
             epoch=step.epoch,
             step=step.step,

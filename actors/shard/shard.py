@@ -134,6 +134,10 @@ class Shard:
                 self._fill_prompt(step, rows, hidden)
         self._take_emitted(rows, num_emitted, tokens, hidden)
 
+    def settle(self, *, wait: bool) -> bool:
+        """Every step is reported before `execute` returns."""
+        return True
+
     def take_spans(self) -> list[Span]:
         """Where the time went since the last call; empty unless the group is traced."""
         return self._spans.take()

@@ -247,6 +247,11 @@ class ShardEnd:
         """The model is loaded: the next message may be a step."""
         self._send(_Kind.READY)
 
+    @property
+    def has_message(self) -> bool:
+        """Whether `receive` finds one at once, or the coordinator is gone, which it tells."""
+        return bool(self._socket.poll(0)) or self._is_orphan.is_set()
+
     def receive(self) -> StepInput | None:
         """The next step; None when the coordinator ends the loop. Waits as long as it takes.
 

@@ -25,7 +25,9 @@ from kernels_integration.triton import (
     router,
     sampling,
 )
+from kernels_integration.triton.local_rows import LocalRows
 from kernels_integration.triton.rows import local_rows, slots_of
+from kernels_integration.triton.topk import select_best
 from kernels_integration.weight import Weight
 
 CAPABILITIES = Capabilities(
@@ -203,7 +205,7 @@ class TritonBackend:
             end = min(start + rows_at_once, rows.num_rows)
             part, part_scores = made.local.part(start, end), scores[: end - start]
             indexer.score_tokens(q[start:end], weights[start:end], keys, part, part_scores)
-            indexer.select_best(part_scores, part, kv_indptr[start : end + 1], kv_indices, topk=topk)
+            select_best(part_scores, part, kv_indptr[start : end + 1], kv_indices, topk=topk)
         return Selection(kv_indptr=kv_indptr, kv_indices=kv_indices)
 
     def plan(self, selection: Selection, like: SparseMLAPlan | None = None) -> SparseMLAPlan:
@@ -246,7 +248,7 @@ class TritonBackend:
 class _PassRows:
     """The rows of one pass, with the pointers that all its layers share."""
 
-    def __init__(self, local: indexer.LocalRows) -> None:
+    def __init__(self, local: LocalRows) -> None:
         self.local = local
         self._indptr: dict[int, Tensor] = {}
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.rows import DeviceRows, RowBatch, RowGroup, Rows
-from kernels_integration.triton.indexer import LocalRows
+from kernels_integration.triton.local_rows import LocalRows
 
 
 def local_rows(rows: Rows, dcp: DcpGroup) -> LocalRows:
@@ -21,6 +21,7 @@ def local_rows(rows: Rows, dcp: DcpGroup) -> LocalRows:
         page_table=rows.block_tables,
         page_size=rows.block_size,
         max_visible=rows.max_visible,
+        rows_per_request=rows.rows_per_request,
     )
 
 

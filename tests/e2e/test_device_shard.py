@@ -58,6 +58,9 @@ class _Both:
         type(self).num_compared += int(relevant.sum())
         report(found)
 
+    def settle(self, *, wait: bool) -> bool:
+        return self._fixed.settle(wait=wait)
+
 
 def _relevant(step: StepInput, output: StepOutput) -> np.ndarray:
     """Drafts whose own rows are not masked: a request at its limit drafts from nothing."""

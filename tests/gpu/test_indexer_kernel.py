@@ -13,7 +13,8 @@ from kernels_integration.kv_layout import KVLayout
 from kernels_integration.reference.selection import select_topk
 from kernels_integration.rows import RowBatch, RowGroup
 from kernels_integration.triton import indexer
-from kernels_integration.triton.indexer import LocalRows
+from kernels_integration.triton.local_rows import LocalRows
+from kernels_integration.triton.topk import select_best
 from tests.support.guarded import Guarded
 
 gpu = pytest.mark.gpu
@@ -23,7 +24,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 class IndexerCase:
     """Requests with their own pages in random order; row t sees tokens visible_from[t]..visible_to[t] - 1.
 
-    Scores of a row begin with its first visible token.
+    Scores of a row begin with its first visible token. shares: the rows of a request begin alike and
+    are said to stand together.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class IndexerCase:
         bounds: list[tuple[int, int]],
         *,
         rows_per_request: int = 1,
+        shares: bool = False,
         heads: int = 4,
         dim: int = 64,
         page_size: int = 16,
@@ -73,6 +76,7 @@ class IndexerCase:
             page_table=Guarded.of(table.int(), device).tensor,
             page_size=page_size,
             max_visible=self.length,
+            rows_per_request=rows_per_request if shares else 1,
         )
         self.scores = Guarded((self.T, self.length), torch.float32, device)
 
@@ -95,12 +99,11 @@ class IndexerCase:
             start, to = int(self.visible_from_cpu[row]), int(self.visible_to_cpu[row])
             expected = self.expected_scores(row)[start:to]
             tolerance = TOLERANCE[self.q.dtype] * max(float(expected.abs().max()), 1.0) if to > start else 0
-            torch.testing.assert_close(
-                scores[row, : to - start].double(), expected[: to - start], rtol=0, atol=tolerance
-            )
-            assert scores[row, max(to - start, 0) :].isnan().all(), "the score of a token that is not seen"
+            num = max(to - start, 0)
+            torch.testing.assert_close(scores[row, :num].double(), expected, rtol=0, atol=tolerance)
+            assert scores[row, num:].isnan().all(), "the score of a token that is not seen"
 
-    def select(self, topk: int, scores: Tensor | None = None) -> list[list[int]]:
+    def select(self, topk: int, scores: Tensor | None = None, **cut: int) -> list[list[int]]:
         """Selected slots of each row by the kernel, from its own scores or those given."""
         if scores is None:
             self.score()
@@ -109,8 +112,8 @@ class IndexerCase:
         counts = (self.visible_to_cpu - self.visible_from_cpu).clamp(0, topk)
         indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         kv_indices = Guarded((int(indptr[-1]) + 5,), torch.int64, self.q.device)
-        indexer.select_best(
-            self.scores.tensor, self.rows, indptr.to(self.q.device), kv_indices.tensor, topk=topk
+        select_best(
+            self.scores.tensor, self.rows, indptr.to(self.q.device), kv_indices.tensor, topk=topk, **cut
         )
         kv_indices.check()
         written = kv_indices.tensor.cpu()
@@ -142,19 +145,32 @@ def test_scores_of_several_rows_a_request(device):
     IndexerCase(device, bounds, rows_per_request=3, heads=5, dim=40, page_size=1).check_scores()
 
 
+@pytest.mark.parametrize("rows_per_request", [2, 3, 5])
+def test_scores_of_rows_that_share_their_keys(device, rows_per_request):
+    ends = [0, 1, 33, 140, 141, 142, 0, 0, 0, 150, 64, 65, 66, 67, 68][
+        : 15 // rows_per_request * rows_per_request
+    ]
+    bounds = [(2 if i < rows_per_request else 0, end) for i, end in enumerate(ends)]
+    IndexerCase(device, bounds, rows_per_request=rows_per_request, shares=True, page_size=8).check_scores()
+
+
 def test_scores_of_fp8_keys(device):
     IndexerCase(device, EDGES, key_dtype="fp8").check_scores()
 
 
+@pytest.mark.parametrize(
+    "cut", [{}, {"tile": 16, "room": 64, "samples": 32}, {"tile": 64, "room": 32, "samples": 16}], ids=str
+)
 @pytest.mark.parametrize("topk", [1, 32, 64, 200])
-def test_selection_by_given_scores(device, topk):
+def test_selection_by_given_scores(device, topk, cut):
+    """Also where the sample misleads, and where the candidates have no room."""
     case = IndexerCase(device, EDGES)
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(case.T, case.length, generator=generator)
     scores[:, 1::5] = 0.25  # ties across the cut
     scores[:, 2::7] = torch.tensor([0.0, -0.0])[torch.randint(2, scores[:, 2::7].shape, generator=generator)]
     scores[:, 11], scores[:, 12], scores[:, 13] = torch.nan, torch.inf, -torch.inf
-    assert case.select(topk, scores) == case.expected_selection(topk, scores)
+    assert case.select(topk, scores, **cut) == case.expected_selection(topk, scores)
 
 
 def test_selection_where_all_scores_are_equal_or_not_a_number(device):
@@ -162,7 +178,7 @@ def test_selection_where_all_scores_are_equal_or_not_a_number(device):
     for value in (0.0, torch.nan, -torch.inf):
         scores = torch.full((2, case.length), value)
         expected = [case.row_slots(0)[:40].tolist(), case.row_slots(1)[3:43].tolist()]
-        assert case.select(40, scores) == expected
+        assert case.select(40, scores) == case.select(40, scores, tile=32, room=32) == expected
 
 
 def test_selects_as_torch_does(device):
@@ -214,16 +230,18 @@ RELEASED = [(0, 0), (0, 1), (0, 63), (0, 64), (0, 65), (0, T - 1), (0, T), (1, T
 @gpu
 @pytest.mark.parametrize("key_dtype", [None, "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_released_sizes(device, dtype, key_dtype):
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "sharing"])
+def test_released_sizes(device, dtype, key_dtype, shares):
     case = IndexerCase(
         device,
-        RELEASED,
-        rows_per_request=2,
+        [(0, to) for _, to in RELEASED] if shares else RELEASED,
+        rows_per_request=5 if shares else 2,
         heads=64,
         dim=128,
         page_size=64,
         dtype=dtype,
         key_dtype=key_dtype,
+        shares=shares,
     )
     case.check_scores()
     scores = case.scores.tensor.cpu()
@@ -239,5 +257,5 @@ def test_random_selections(device, seed):
     scores = torch.randn(case.T, case.length, generator=generator)
     if seed % 2:
         scores = (scores * 8).round() / 8  # many ties
-    for topk in (1, 64, 2048):
-        assert case.select(topk, scores) == case.expected_selection(topk, scores)
+    for topk, cut in ((1, {}), (64, {}), (64, {"tile": 8192}), (2048, {}), (2048, {"samples": 64})):
+        assert case.select(topk, scores, **cut) == case.expected_selection(topk, scores)

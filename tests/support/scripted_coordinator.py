@@ -51,6 +51,9 @@ class EchoShard:
         self.steps.append(step)
         report(step_output(step.step, step.epoch, len(step.slot)))
 
+    def settle(self, *, wait: bool) -> bool:
+        return True
+
 
 class ScriptedCoordinator:
     """Submit, abort, one token a step, one step in flight. Refuses more than `capacity` requests."""
