@@ -5,6 +5,8 @@ import re
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MAX_SIZE = 2**63
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+SIZE_PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*[KMGTkmgt]?(i?[Bb])?\s*$"
+"""Of a size that is text, in the dialect of JSON schemas."""
 
 
 def parse_size(value: object) -> int:

@@ -8,10 +8,10 @@ import json
 from os import PathLike
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from cluster.config.setting import Rule
-from cluster.config.sizes import parse_size
+from cluster.config.sizes import SIZE_PATTERN, parse_size
 
 MAX_SPECULATIVE_TOKENS = 8
 MAX_COUNT = 65536
@@ -62,7 +62,12 @@ PortOrNone = Annotated[
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("a number of seconds above 0", "SECONDS")]
 Size = Annotated[
-    int, BeforeValidator(parse_size), Rule("a size of at least one byte, such as 512M or 2G", "SIZE")
+    int,
+    BeforeValidator(parse_size),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE_PATTERN}]}
+    ),
+    Rule("a size of at least one byte, such as 512M or 2G", "SIZE"),
 ]
 FilePath = Annotated[
     str,

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("cluster", "actors", "kernels_integration", "tests", "benchmarks", "recipes", "docs", ".ci")
+FOLDERS = (
+    *("cluster", "actors", "kernels_integration", "tests"),
+    *("benchmarks", "recipes", "docs", "helm", "docker", ".ci"),
+)
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
 
 

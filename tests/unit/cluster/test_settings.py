@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
+import jsonschema
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -169,6 +170,8 @@ def test_paths_are_models_too(tmp_path: Path) -> None:
 )
 def test_sizes(text: str | int, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
+    schema = ServeArgs.model_json_schema()["properties"]["max_message_size"]
+    jsonschema.validate(text, schema)
 
 
 @pytest.mark.parametrize(

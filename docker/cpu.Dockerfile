@@ -1,0 +1,31 @@
+# latentray for the CPU: docker build -f docker/cpu.Dockerfile -t latentray:0.1.0-cpu .
+ARG PYTHON=3.11.13-slim-bookworm
+
+FROM python:${PYTHON} AS build
+WORKDIR /src
+COPY constraints-cpu.txt ./
+# torch first and by itself: it has an index of its own, and its layer outlives changes of ours
+RUN pip install --no-cache-dir --prefix=/install --index-url https://download.pytorch.org/whl/cpu \
+        "$(grep '^torch==' constraints-cpu.txt)"
+COPY pyproject.toml README.md LICENSE ./
+COPY cluster cluster
+COPY actors actors
+COPY kernels_integration kernels_integration
+# xgrammar by itself: of what it depends on only another Triton would be missing, which grammars have no use for
+RUN PYTHONPATH=/install/lib/python3.11/site-packages \
+    pip install --no-cache-dir --prefix=/install -c constraints-cpu.txt '.[data]' apache-tvm-ffi
+RUN pip install --no-cache-dir --prefix=/install --no-deps -c constraints-cpu.txt xgrammar
+
+FROM python:${PYTHON}
+# --attention-backend native compiles its kernels for the machine at the first start
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+# /usr/local/bin: KubeRay starts Ray by a login shell, which knows no other PATH
+COPY --from=build /install /usr/local
+RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin latentray
+USER 10001
+WORKDIR /home/latentray
+EXPOSE 50051 8000 9400
+ENTRYPOINT ["latentray"]
+CMD ["serve", "--host", "0.0.0.0"]
