@@ -44,6 +44,33 @@ class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"{kind} of {len(text)} characters, which may have {MAX_LENGTH}")
         return cls(kind, text)  # type: ignore[arg-type]
 
+    def behind(self, end: str) -> "StructuredOutputs":
+        """The same behind any text up to the first `end`, such as thoughts that a prompt has opened, and a
+        few spaces and newlines."""
+        any_text = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+        space = {"type": "regex", "pattern": r"[ \n]{0,4}"}
+        whole = {"type": "sequence", "elements": [any_text, space, self.as_format()]}
+        return StructuredOutputs(
+            "structural_tag", _dumped("behind", {"type": "structural_tag", "format": whole})
+        )
+
+    def as_format(self) -> dict[str, Any]:
+        """As a part of a structural tag."""
+        match self.kind:
+            case "json":
+                return {"type": "json_schema", "json_schema": json.loads(self.text)}
+            case "json_object":
+                return {"type": "json_schema", "json_schema": {"type": "object"}}
+            case "regex":
+                return {"type": "regex", "pattern": self.text}
+            case "grammar":
+                return {"type": "grammar", "grammar": self.text}
+            case "choice":
+                texts = json.loads(self.text)
+                return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+        found: dict[str, Any] = json.loads(self.text).get("format", {})
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class OneConstraint:

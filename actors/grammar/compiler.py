@@ -39,6 +39,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[StructuredOutputs, xgrammar.CompiledGrammar] = OrderedDict()
         """The last used one stands last."""
+        self._backends: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
+        """By the special tokens that count as text: the few sets that forms of tool calls name."""
 
     def matcher(self, constraint: StructuredOutputs, end_token_ids: tuple[int, ...]) -> SequenceMatcher:
         """A sequence at its beginning. Errors: as `compile`."""
@@ -71,40 +73,50 @@ class GrammarCompiler:
             case "json_object":
                 return self._compile_schema('{"type":"object"}')
             case "regex":
-                return self._backend.compile_regex(text)
+                return self._backend(()).compile_regex(text)
             case "grammar":
-                return self._backend.compile_grammar(text)
+                return self._backend(()).compile_grammar(text)
             case "choice":
-                return self._backend.compile_structural_tag(_one_of(json.loads(text)))
+                tag = {"type": "structural_tag", "format": constraint.as_format()}
+                return self._backend(()).compile_structural_tag(json.dumps(tag))
             case "structural_tag":
-                return self._backend.compile_structural_tag(text)
+                named = tuple(i for i, mark in self._special_tokens.items() if mark in text)
+                return self._backend(named).compile_structural_tag(text)
 
     def _compile_schema(self, schema: str) -> "xgrammar.CompiledGrammar":
-        return self._backend.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        return self._backend(()).compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+
+    def _backend(self, named: tuple[int, ...]) -> "xgrammar.GrammarCompiler":
+        """Special tokens add nothing to the text and so are never legal, but for those that a structural tag
+        names: its marks."""
+        if named not in self._backends:
+            import xgrammar
+
+            vocabulary = [b"" if i in self._special_tokens else text for i, text in enumerate(self._texts)]
+            for i in named:
+                vocabulary[i] = self._texts[i]
+            info = xgrammar.TokenizerInfo(
+                vocabulary,
+                xgrammar.VocabType.RAW,
+                vocab_size=self._vocab_size,
+                stop_token_ids=[],  # each matcher has its request's
+            )
+            self._backends[named] = xgrammar.GrammarCompiler(
+                info, max_threads=1, cache_limit_bytes=CACHE_BYTES, enable_dynamic_compilation=True
+            )
+        return self._backends[named]
 
     @cached_property
-    def _backend(self) -> "xgrammar.GrammarCompiler":
-        import xgrammar
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self._tokenizer_file))
 
-        tokenizer = Tokenizer.from_file(str(self._tokenizer_file))
-        info = xgrammar.TokenizerInfo(
-            _vocabulary(tokenizer, self._vocab_size),
-            xgrammar.VocabType.RAW,
-            vocab_size=self._vocab_size,
-            stop_token_ids=[],  # each matcher has its request's
-        )
-        return xgrammar.GrammarCompiler(
-            info, max_threads=1, cache_limit_bytes=CACHE_BYTES, enable_dynamic_compilation=True
-        )
+    @cached_property
+    def _special_tokens(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if token.special and i < self._vocab_size}
 
-
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """What each token adds to the text. Special tokens and unknown ids add nothing: never legal."""
-    kinds = decoder_kinds(tokenizer)
-    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return [b"" if i in special else bytes_of(tokenizer, kinds, i) for i in range(vocab_size)]
-
-
-def _one_of(texts: list[str]) -> str:
-    elements = [{"type": "const_string", "value": text} for text in texts]
-    return json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": elements}})
+    @cached_property
+    def _texts(self) -> list[bytes]:
+        """Of each token; empty for an id that the tokenizer does not know."""
+        kinds = decoder_kinds(self._tokenizer)
+        return [bytes_of(self._tokenizer, kinds, i) for i in range(self._vocab_size)]

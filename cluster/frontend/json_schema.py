@@ -5,6 +5,7 @@ Source: SchemaParser of xgrammar 0.2: of $ref, const, enum, anyOf, oneOf and all
 alone, and it looks at other demands only where it knows the type.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,7 +32,6 @@ _OF_ONE_SCHEMA = (
     "additionalProperties",
     "unevaluatedProperties",
     "unevaluatedItems",
-    "propertyNames",
 )
 _OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
@@ -64,6 +64,9 @@ def _subschemas(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in _OF_ONE_SCHEMA:
         if name in node:
             yield name, node[name]
+    names = node.get("propertyNames")
+    if isinstance(names, Mapping):
+        yield "propertyNames", {"type": "string"} | dict(names)
     for name in _OF_SCHEMAS:
         if isinstance(node.get(name), list):
             yield from ((f"{name}/{i}", child) for i, child in enumerate(node[name]))
@@ -93,11 +96,49 @@ def _problem(node: Mapping[str, Any]) -> str | None:
         )
     if "type" not in node and beside and not (node.keys() & (_TELL_OBJECT | _TELL_ARRAY)):
         return f"{', '.join(beside)} without type would be passed over; say the type"
+    return _problem_of_text(node) or _problem_of_names(node)
+
+
+def _problem_of_text(node: Mapping[str, Any]) -> str | None:
+    patterns = [node.get("pattern"), *(node.get("patternProperties") or ())]
+    if any(isinstance(pattern, str) and _needs_escape(pattern) for pattern in patterns):
+        return "a pattern with a quote, a backslash or a control character is no pattern of JSON's text"
     if "pattern" in node and node.keys() & {"minLength", "maxLength", "format"}:
         return "pattern beside minLength, maxLength or format: one of them would be passed over"
     if "format" in node and node.keys() & {"minLength", "maxLength"}:
         return "format beside minLength or maxLength: one of them would be passed over"
     return None
+
+
+def _problem_of_names(node: Mapping[str, Any]) -> str | None:
+    """Of an object's keys: xgrammar writes declared ones once and in their order, and any others behind."""
+    declared = node.get("properties", {})
+    required = node.get("required", [])
+    if isinstance(declared, Mapping) and isinstance(required, list):
+        missing = [name for name in required if name not in declared]
+        if missing:
+            return f"required names {missing[0]!r}, which properties does not declare; declare it"
+    for name in ("patternProperties", "propertyNames"):
+        if declared and name in node:
+            return f"{name} beside properties would not hold for these; use one of them"
+    others = (node.get(name, False) for name in ("additionalProperties", "unevaluatedProperties"))
+    has_others = any(other is not False for other in others) or node.keys() & {
+        "patternProperties",
+        "propertyNames",
+    }
+    if node.get("minProperties") and has_others:
+        return (
+            "minProperties beside names that are not declared would count one twice; write them as properties"
+        )
+    return None
+
+
+def _needs_escape(pattern: str) -> bool:
+    """Whether what it matches may hold a character that JSON writes by an escape: xgrammar would not."""
+    return any(
+        found[2] is not None or found[1] in '\\nrtfvxuc0"'
+        for found in re.finditer(r'\\(.)|(["\x00-\x1f])', pattern, re.DOTALL)
+    )
 
 
 def _all_fit(values: list[Any], types: Any) -> bool:

@@ -7,7 +7,7 @@ from pydantic import StrictBool
 
 from actors.requests import Request
 from cluster.chat.answer_reader import AnswerReader
-from cluster.chat.reasoning import END_OF_PROMPT, opens_thoughts
+from cluster.chat.reasoning import END_OF_PROMPT, END_THINK, opens_thoughts
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.sampling_body import SamplingBody
 from cluster.openai.tools import checked_tools, shows_tools
@@ -40,7 +40,11 @@ class ChatBody(SamplingBody):
                 field="top_logprobs",
             )
         prompt = self.prompt_ids(frontend)
-        own = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        own: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        constraint = self.constraint
+        if constraint is not None and frontend.answer_form.thinks and self._opens_thoughts(frontend, prompt):
+            constraint = constraint.behind(END_THINK)  # it is the answer's, not the thoughts'
+        own["structured_outputs"] = constraint
         if self.max_completion_tokens is not None:
             own["max_tokens"] = self.max_completion_tokens
         if frontend.answer_form.has_special_marks:
@@ -64,10 +68,13 @@ class ChatBody(SamplingBody):
 
     def reader(self, frontend: ModelFrontend, prompt_token_ids: Sequence[int]) -> AnswerReader:
         """What reads an answer to the prompt that the body has made."""
-        end = frontend.tokenizer.decode(prompt_token_ids[-END_OF_PROMPT:], skip_special_tokens=False)
         return AnswerReader(
             frontend.answer_form,
-            opened=opens_thoughts(end),
+            opened=self._opens_thoughts(frontend, prompt_token_ids),
             tools=self.shown_tools(frontend),
             one_call=self.parallel_tool_calls is False,
         )
+
+    def _opens_thoughts(self, frontend: ModelFrontend, prompt_token_ids: Sequence[int]) -> bool:
+        end = frontend.tokenizer.decode(prompt_token_ids[-END_OF_PROMPT:], skip_special_tokens=False)
+        return opens_thoughts(end)

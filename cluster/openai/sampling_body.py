@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, StrictBool
 
 from actors.requests import Request
 from actors.sampling_params import PARAMETERS, SamplingParams
+from actors.structured_outputs import StructuredOutputs
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.constraints import GUIDED, constraint_of
 from kernels_integration.errors import InvalidRequestError
@@ -57,6 +58,12 @@ class SamplingBody(BaseModel):
         return {name: extra[name] for name in OPENAI_PARAMETERS if extra.get(name) is not None}
 
     @property
+    def constraint(self) -> StructuredOutputs | None:
+        """What the text must look like, in whichever spelling. Errors: InvalidRequestError."""
+        asked = {name: getattr(self, name) for name in ("response_format", *GUIDED)}
+        return constraint_of(asked | {"structured_outputs": self.given_parameters.get("structured_outputs")})
+
+    @property
     def skips_special_tokens(self) -> bool:
         """Whether special tokens are left out of the text."""
         return self.given_parameters.get("skip_special_tokens") is not False
@@ -76,9 +83,7 @@ class SamplingBody(BaseModel):
         """
         defaults = dict(frontend.default_sampling_params)
         most = defaults.pop("max_tokens", default_max_tokens)
-        asked = {name: getattr(self, name) for name in ("response_format", *GUIDED)}
-        asked["structured_outputs"] = self.given_parameters.get("structured_outputs")
-        own.setdefault("structured_outputs", constraint_of(asked))
+        own.setdefault("structured_outputs", self.constraint)
         own = {name: value for name, value in own.items() if value is not None}
         params = SamplingParams(**{"max_tokens": None} | defaults | self.given_parameters | own)
         if self.stream and params.prompt_logprobs is not None and "prompt_logprobs" not in own:

@@ -379,3 +379,19 @@ def test_prompt_logprobs_have_no_place_in_a_stream(frontend: ModelFrontend) -> N
     with pytest.raises(InvalidRequestError, match="prompt_logprobs is 1 with stream") as refused:
         body.to_requests("r", frontend)
     assert refused.value.field == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "is_behind"),
+    [("<think>\n", True), ("<think>\n</think>", False), ("", False)],
+    ids=["thinks", "does not", "says nothing"],
+)
+def test_a_format_is_the_answers_and_not_its_thoughts(tmp_path: Path, prefix: str, is_behind: bool) -> None:
+    """A prompt that opens thoughts lets the model end them; `tests/unit/grammar` holds what follows."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}{# </think> #}" + prefix)
+    thinking = chat_frontend(str(template), reasoning_parser="deepseek_r1")
+    body = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
+    [request] = parse_body(CHAT, body).to_requests("r", thinking)
+    plain = StructuredOutputs("json_object")
+    assert request.params.structured_outputs == (plain.behind("</think>") if is_behind else plain)

@@ -2,15 +2,17 @@
 
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("xgrammar")
 
-from actors.grammar.compiler import GrammarCompiler, _vocabulary
+from actors.grammar.compiler import GrammarCompiler
 from actors.grammar.matcher import SequenceMatcher
 from actors.structured_outputs import StructuredOutputs
+from actors.token_text import bytes_of, decoder_kinds
 from tests.support.groups import EOS, TINY_DSA, load_tokenizer
 
 VOCAB = 6144
@@ -38,7 +40,11 @@ def compiler() -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def texts() -> list[bytes]:
-    return _vocabulary(load_tokenizer(), VOCAB)
+    """What each token adds to the text; nothing for special ones."""
+    tokenizer = load_tokenizer()
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    kinds = decoder_kinds(tokenizer)
+    return [b"" if i in special else bytes_of(tokenizer, kinds, i) for i in range(VOCAB)]
 
 
 def legal(matcher: SequenceMatcher, drafts: list[int]) -> list[int] | None:
@@ -156,3 +162,51 @@ def test_what_nobody_uses_is_forgotten_by_its_size(
     monkeypatch.setattr("actors.grammar.compiler.CACHE_BYTES", first.memory_size_bytes + 1)
     compiler.compile(StructuredOutputs.of(regex="second+"))
     assert list(compiler._compiled) == [StructuredOutputs.of(regex="second+")]
+
+
+def test_a_structural_tag_may_name_special_tokens(compiler: GrammarCompiler) -> None:
+    """Checkpoints mark calls of tools by such. Others stay no text."""
+    special = {token.content: i for i, token in load_tokenizer().get_added_tokens_decoder().items()}
+    tag = {"type": "tag", "begin": "<|system|>", "content": {"type": "any_text"}, "end": "<|user|>"}
+    constraint = StructuredOutputs.of(structural_tag={"type": "structural_tag", "format": tag})
+    matcher = compiler.matcher(constraint, (EOS,))
+    assert special["<|system|>"] in (legal(matcher, []) or ())
+    inside = set(legal(matcher, [special["<|system|>"]]) or ())
+    assert special["<|user|>"] in inside
+    assert special["<|pad|>"] not in inside
+    assert legal(matcher, [special["<|system|>"], special["<|user|>"]]) == [EOS]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text"),
+    [
+        ({"json": {"type": "integer"}}, "12"),
+        ({"json_object": True}, '{"a": 1}'),
+        ({"regex": "ab+"}, "abb"),
+        ({"choice": ["x y", 'z"é']}, 'z"é'),
+        ({"grammar": 'root ::= "q" r\nr ::= "s"'}, "qs"),
+        (
+            {"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": "k"}}},
+            "k",
+        ),
+    ],
+    ids=str,
+)
+def test_behind_thoughts_the_constraint_is_the_same(
+    compiler: GrammarCompiler, constraint: dict[str, Any], text: str
+) -> None:
+    asked = StructuredOutputs.of(**constraint)
+    for whole, is_legal in [
+        (f'Hm, {{"}} <a></think>{text}', True),
+        (f"</think>\n\n{text}", True),
+        (f"Hm{text}", False),
+        (f"Hm</think>x{text}", False),
+    ]:
+        matcher = compiler.matcher(asked.behind("</think>"), (EOS,))
+        tokens = load_tokenizer().encode(whole, add_special_tokens=False).ids
+        bits = [legal(matcher, tokens[:i]) for i in range(len(tokens) + 1)]
+        followed = all(ids is not None and token in ids for ids, token in zip(bits, tokens, strict=False))
+        assert (followed and EOS in (bits[-1] or ())) == is_legal
+    matcher = compiler.matcher(asked, (EOS,))
+    matcher.advance(load_tokenizer().encode(text, add_special_tokens=False).ids)
+    assert EOS in (legal(matcher, []) or ())
