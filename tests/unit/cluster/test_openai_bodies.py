@@ -1,5 +1,6 @@
 """OpenAI bodies, read strictly."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.bodies import check_model, parse_body
 from kernels_integration.errors import InvalidRequestError
+from tests.support.scripted_chat import chat_frontend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
