@@ -76,6 +76,10 @@ class GroupConfig:
     """A shard that is connected and silent for so long is lost all the same."""
     step_timeout_s: float = 10.0
     """While a step runs longer the group is not healthy."""
+    max_restarts: int = 5
+    """How often shards or the coordinator are started again without a minute of service between."""
+    recovery_timeout_s: float = 300.0
+    """How long the start of new ones may wait for a node, a process or the next tensor."""
     check_plans: bool = False
     """Validate every plan of every pass: for debugging."""
     trace: bool = False

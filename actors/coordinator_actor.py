@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from actors.actor_process import ActorProcess
 from actors.config import GroupConfig
 from actors.coordinator.coordinator import Coordinator
+from actors.coordinator.group_state import GroupState
 from actors.coordinator_loop import CoordinatorLoop
 from actors.model_location import to_local
 from actors.transport import request_channel, step_channel
@@ -23,8 +24,11 @@ class CoordinatorActor(ActorProcess):
         self._loop: CoordinatorLoop | None = None
         self._spans = Spans(is_on=False)
 
-    def open(self, config: GroupConfig, host: str, epoch: int) -> tuple[str, str]:
-        """Listen on free ports of `host`; the addresses for shards and for front ends."""
+    def open(self, config: GroupConfig, host: str, epoch: int, recovers: str = "") -> tuple[str, str]:
+        """Listen on free ports of `host`; the addresses for shards and for front ends.
+
+        recovers: the account of the loss of the coordinator before this one.
+        """
         config = to_local(config)
         tokenizer_file = Path(config.model_path) / "tokenizer.json"
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
@@ -32,12 +36,16 @@ class CoordinatorActor(ActorProcess):
         clients = request_channel.CoordinatorEnd(bind=f"tcp://{host}:*")
         self._spans = Spans(is_on=config.trace)
         coordinator = Coordinator(config, tokenizer=tokenizer, spans=self._spans)
+        if epoch:
+            coordinator.restart(epoch)
         self._loop = CoordinatorLoop(
             coordinator,
             shards,
             clients,
             silence_s=config.heartbeat_timeout_s,
             stall_s=config.step_timeout_s,
+            max_restarts=config.max_restarts,
+            recovers=recovers,
             spans=self._spans,
         )
         return shards.address, clients.address
@@ -50,9 +58,14 @@ class CoordinatorActor(ActorProcess):
         """End live requests, let the shards go, end `run`."""
         self._opened.stop()
 
-    def shard_lost(self, rank: int, text: str) -> None:
-        """The supervisor saw a shard's process end."""
-        self._opened.shard_lost(rank, text)
+    def shard_lost(self, rank: int, text: str, epoch: int) -> None:
+        """The supervisor saw the process of an epoch's shard end."""
+        self._opened.shard_lost(rank, text, epoch)
+
+    def recovery_waits(self, text: str) -> None:
+        """What the start of the next shards waits for; before `open` nobody asks."""
+        if self._loop is not None:
+            self._loop.recovery_waits(text)
 
     def take_spans(self) -> list[Span]:
         """Where the time went since the last call; empty unless the group is traced."""
@@ -61,9 +74,9 @@ class CoordinatorActor(ActorProcess):
     def num_ready_shards(self) -> int:
         return self._opened.num_ready_shards
 
-    def wait_failed(self) -> str | None:
-        """Wait until the group has failed and say why; None when it was stopped. For the watch group."""
-        return self._opened.wait_failed()
+    def wait_change(self, epoch: int) -> GroupState:
+        """Wait until the shards of a later epoch are wanted, or the group is over. For the watch group."""
+        return self._opened.wait_change(epoch)
 
     @property
     def _opened(self) -> CoordinatorLoop:

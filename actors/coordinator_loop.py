@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from actors.coordinator.group_state import Diagnosis, Evidence, GroupState, Phase, Symptom
+from actors.coordinator.group_state import STEADY_S, Diagnosis, Evidence, GroupState, Phase, Symptom
 from actors.messages import StepInput, StepOutput
 from actors.request_desk import RequestDesk, RequestPolicy
 from actors.stats import GroupStats
@@ -51,6 +51,8 @@ class StepPolicy(RequestPolicy, Protocol):
 
     def process(self, output: StepOutput) -> None: ...
 
+    def blame(self) -> bool: ...
+
     def restart(self, epoch: int) -> None: ...
 
     def fail_all(self, error: LatentrayError) -> None: ...
@@ -61,10 +63,12 @@ class StepPolicy(RequestPolicy, Protocol):
 class CoordinatorLoop:
     """Drives one group until `stop`. A group that failed answers every request with UNAVAILABLE.
 
-    `stop`, `shard_lost` and `wait_failed` may be called from any thread; `run` is called once.
-    silence_s: a shard that is connected and was not heard for so long is lost all the same. stall_s: a step
-    that takes longer makes the group unhealthy until it has reported. max_restarts: how often the
-    group may wait for new shards, which somebody else starts; the streams go on with them.
+    `stop`, `shard_lost`, `recovery_waits` and `wait_change` may be called from any thread; `run` is called
+    once. silence_s: a shard that is connected and was not heard for so long is lost all the same.
+    stall_s: a step that takes longer makes the group unhealthy until it has reported.
+    max_restarts: how often in a row the group may wait for new shards, which somebody else starts (who asks
+    `wait_change`); requests are taken meanwhile, and streams go on with the new shards.
+    recovers: what this coordinator follows on, if it is not the first: "the coordinator ... is lost".
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class CoordinatorLoop:
         silence_s: float = 60.0,
         stall_s: float = 10.0,
         max_restarts: int = 0,
+        recovers: str = "",
         tick_s: float = TICK_S,
         clock: Callable[[], float] = time.monotonic,
         spans: Spans | None = None,
@@ -89,11 +94,22 @@ class CoordinatorLoop:
         self._clock = clock
         self._spans = spans or Spans(is_on=False)
         self._desk = RequestDesk(coordinator, clients)
-        self._state = GroupState(num_shards=shards.num_shards, epoch=shards.epoch, restarts_left=max_restarts)
+        self._state = GroupState(
+            num_shards=shards.num_shards,
+            epoch=shards.epoch,
+            max_restarts=max_restarts,
+            phase=Phase.RECOVERING if recovers else Phase.STARTING,
+            cause=recovers,
+        )
+        self._changed = threading.Condition()
+        self._serves_since_s = clock()
+        self._num_restarts = 0
+        """Of shards, in all."""
+        self._lost_name = ""
+        """Of the shard whose loss was the last."""
         self._diagnosis = Diagnosis(settle_s=SETTLE_S, clock=clock)
         self._warned: set[int] = set()
         """Silent shards that the log names already."""
-        self._ended = threading.Event()
         self._was_healthy = False
         self._next_tick_s = clock()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -124,19 +140,24 @@ class CoordinatorLoop:
             self._shards.close()
             self._clients.close()
             self._wake_reader.close()
-            self._ended.set()
+            self._tell_change()
 
     def stop(self) -> None:
         self._command(self._take_stop)
 
-    def shard_lost(self, rank: int, text: str) -> None:
-        """The supervisor saw the shard's process end."""
-        self._command(lambda: self._suspect(Evidence.PROCESS, rank, f"is lost: {text}"))
+    def shard_lost(self, rank: int, text: str, epoch: int = 0) -> None:
+        """The supervisor saw the process of an epoch's shard end; rank -1: the epoch could not begin."""
+        self._command(lambda: self._take_loss(rank, text, epoch))
 
-    def wait_failed(self, timeout_s: float | None = None) -> str | None:
-        """Wait until the group has failed and say why; None when it was stopped, or after timeout_s."""
-        self._ended.wait(timeout_s)
-        return self._state.message if self._state.phase is Phase.FAILED else None
+    def recovery_waits(self, text: str) -> None:
+        """What the start of the next shards waits for, for people."""
+        self._command(lambda: self._take_account(text))
+
+    def wait_change(self, epoch: int, timeout_s: float | None = None) -> GroupState:
+        """Wait until the shards of a later epoch are wanted, or the group is over; the state then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state.epoch > epoch or self._state.is_over, timeout_s)
+        return self._state
 
     @property
     def num_ready_shards(self) -> int:
@@ -181,6 +202,8 @@ class CoordinatorLoop:
                 self._process(message)
         for rank in self._shards.ready_ranks - self._state.ready:
             self._state = self._state.shard_ready(rank, self._shards.epoch)
+            if self._state.is_serving:
+                self._serves_since_s = self._clock()
 
     def _process(self, output: StepOutput) -> None:
         try:
@@ -188,12 +211,14 @@ class CoordinatorLoop:
         except ProtocolError as error:  # the coordinator has taken nothing of it
             self._shards.malformed(str(error))
         else:
+            self._state = self._state.stepped()
             self._schedule()
 
     @property
     def _refusal(self) -> LatentrayError | None:
-        """Why no request is taken now; None when they are."""
-        return None if self._state.is_serving else _error_of(self._state)
+        """Why no request is taken now; None when they are, also those that wait for the next shards."""
+        is_open = self._state.phase in (Phase.SERVING, Phase.RECOVERING)
+        return None if is_open else _error_of(self._state)
 
     def _schedule(self) -> None:
         """Send steps until the coordinator wants a report first."""
@@ -213,6 +238,8 @@ class CoordinatorLoop:
         for rank in silent - self._warned:
             logger.warning("%s has not been heard for %g s", self._shards.name_of(rank), SILENCE_WARNING_S)
         self._warned = silent
+        if self._state.num_restarts and self._clock() - self._serves_since_s > STEADY_S:
+            self._state = self._state.steady()
         self._desk.drop_lost()
         self._beat()
 
@@ -225,14 +252,16 @@ class CoordinatorLoop:
             self._coordinator.stats(),
             step_age_s=self._coordinator.step_age_s,
             num_dropped_messages=self._shards.num_malformed + self._clients.num_ignored,
-        )
-        return GroupBeat(
-            healthy=self._is_healthy,
-            message=self._message,
-            stats=stats,
-            phase=str(self._state.phase),
             epoch=self._state.epoch,
+            num_restarts=self._num_restarts,
         )
+        return GroupBeat(healthy=self._is_healthy, message=self._message, stats=stats, phase=str(self._phase))
+
+    @property
+    def _phase(self) -> Phase:
+        """As front ends see it: a loss that is not yet explained begins a recovery, or ends the group."""
+        is_lost = self._state.is_serving and self._diagnosis.is_open
+        return Phase.RECOVERING if is_lost and self._state.max_restarts else self._state.phase
 
     @property
     def _is_healthy(self) -> bool:
@@ -258,12 +287,24 @@ class CoordinatorLoop:
         """A sign that a shard is lost. The account of a loss that is known gets better by it."""
         if self._state.phase is Phase.STOPPING:
             return
-        text = f"{self._shards.name_of(rank)} {text}"
+        if rank >= 0:
+            text = f"{self._shards.name_of(rank)} {text}"
         if self._diagnosis.add(Symptom(evidence, rank, text)):
             logger.error(text)
             if self._state.phase is Phase.FAILED:
                 self._state = self._state.corrected(text)
                 self._beat()
+
+    def _take_loss(self, rank: int, text: str, epoch: int) -> None:
+        if epoch == self._state.epoch:
+            self._suspect(Evidence.PROCESS, rank, f"is lost: {text}" if rank >= 0 else text)
+        elif epoch == self._state.epoch - 1 and rank == self._state.lost_rank:
+            self._take_account(f"{self._lost_name} is lost: {text}")
+
+    def _take_account(self, text: str) -> None:
+        """Better words for what the group recovers from, or waits for."""
+        self._state = self._state.corrected(text)
+        self._beat()
 
     def _settle(self) -> None:
         """Draw the consequence of a loss once its cause is as clear as it will get."""
@@ -271,14 +312,24 @@ class CoordinatorLoop:
         if cause is None or self._state.is_over or self._clock() < self._diagnosis.settles_at_s:
             return
         before = self._state
-        self._state = before.shards_lost(cause.text, before.epoch)
+        # A shard that failed in a collective accuses another.
+        lost_rank = None if cause.evidence is Evidence.PEERS or cause.rank < 0 else cause.rank
+        self._lost_name = self._shards.name_of(cause.rank)
+        counts = not self._coordinator.blame()
+        self._state = before.shards_lost(cause.text, before.epoch, lost_rank, counts=counts)
         if self._state.phase is Phase.FAILED:
             self._end()
         else:
+            self._num_restarts += 1
             self._diagnosis.clear()
             self._shards.begin_epoch(self._state.epoch)
             self._coordinator.restart(self._state.epoch)
             self._beat()
+            self._tell_change()
+
+    def _tell_change(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _fail(self, cause: str, code: str) -> None:
         self._state = self._state.failed(cause, code)
@@ -293,7 +344,7 @@ class CoordinatorLoop:
         except Exception:
             logger.exception("the coordinator cannot end its requests")
         self._beat()
-        self._ended.set()
+        self._tell_change()
 
     def _take_stop(self) -> None:
         self._state = self._state.stopping()

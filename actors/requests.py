@@ -39,6 +39,17 @@ class OfSequence(msgspec.Struct, frozen=True, kw_only=True):
         return SequenceKey(self.request_id, self.incarnation, self.index)
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a sequence came on a coordinator that is gone."""
+
+    token_ids: tuple[TokenId, ...]
+    """Of its completion, in order, those that were held too."""
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Totals, as in its updates."""
+
+
 class Request(OfSequence, frozen=True, kw_only=True):
     """A validated request: token ids inside the vocabulary, length checked, parameters legal.
 
@@ -57,6 +68,8 @@ class Request(OfSequence, frozen=True, kw_only=True):
     """Lower is served first, under the priority policy only."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """params.bad_words as token sequences, whose last token never follows the others in the completion."""
+    progress: Progress | None = None
+    """Of a sequence that goes on here; its updates hold what follows."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @ray.remote(concurrency_groups={"control": 2}, max_restarts=0)
 class ShardActor(ActorProcess):
-    """`load`, then one `run` for life, both in Ray's default group, which is one thread."""
+    """`load`, then a long `run`, once an epoch, both in Ray's default group, which is one thread."""
 
     def __init__(self) -> None:
         self._loop: ShardLoop | None = None
@@ -32,14 +32,17 @@ class ShardActor(ActorProcess):
         return is_supported()
 
     def load(self, spec: ShardSpec) -> None:
-        """Join the other ranks and load the model's slice. Errors: those of ShardLoop.load."""
+        """Join the ranks of an epoch; the first time also load the model's slice.
+
+        Errors: those of ShardLoop.load.
+        """
         # Not at the top: the driver imports this module and needs no torch.
         from actors.shard.build import build_shard
         from actors.shard_loop import ShardLoop
 
-        build = functools.partial(build_shard, progress=self._load_progress)
-        self._loop = ShardLoop(dataclasses.replace(spec, config=to_local(spec.config)), build)
-        self._loop.load()
+        if self._loop is None:
+            self._loop = ShardLoop(functools.partial(build_shard, progress=self._load_progress))
+        self._loop.load(dataclasses.replace(spec, config=to_local(spec.config)))
 
     def load_progress(self) -> LoadState:
         """How far `load` has come with the weights; ask in the control group."""
@@ -50,7 +53,7 @@ class ShardActor(ActorProcess):
         return self._loop.take_spans() if self._loop is not None else []
 
     def run(self) -> None:
-        """Run steps until the coordinator ends the loop. Raises what ended it otherwise."""
+        """Run steps until the coordinator ends the epoch. Raises what ended it otherwise."""
         if self._loop is None:
             raise ProtocolError("the shard was asked to run before it has loaded; call load first")
         self._loop.run()

@@ -1,4 +1,4 @@
-"""A shard's life: join the collectives, load the model, run steps until told to stop. No Ray."""
+"""A shard's life: join the collectives, load the model, run steps, join the next epoch. No Ray."""
 
 import logging
 import time
@@ -14,7 +14,8 @@ from actors.shard_spec import ShardSpec
 from actors.transport.collectives import join_collectives
 from actors.transport.step_channel import ShardEnd
 from kernels_integration.collectives import Collectives
-from kernels_integration.errors import LatentrayError, ProtocolError
+from kernels_integration.collectives.renewable import RenewableCollectives
+from kernels_integration.errors import LatentrayError, ProtocolError, UnavailableError
 from kernels_integration.spans import Span, Spans
 
 logger = logging.getLogger(__name__)
@@ -40,67 +41,87 @@ class BuildShard(Protocol):
 
 
 class ShardLoop:
-    """One shard. `load` and `run` belong to one thread: torch keeps the thread count per thread."""
+    """One shard, through the epochs of its group: `load` and `run` once for each, by one thread (torch keeps
+    the thread count per thread).
 
-    def __init__(self, spec: ShardSpec, build: BuildShard) -> None:
-        self._spec = spec
+    The model and the KV cache's memory are kept from epoch to epoch. What a request had on this shard is not:
+    the coordinator admits every request anew, and an admission resets all of its slot's state.
+    """
+
+    def __init__(self, build: BuildShard) -> None:
         self._build = build
-        self._end = ShardEnd(spec.step_address, spec.tp_rank, epoch=spec.epoch, node=spec.node_ip)
-        self._collectives: list[Collectives] = []
+        self._spec: ShardSpec | None = None
+        self._end: ShardEnd | None = None
+        self._sets: list[RenewableCollectives] = []
+        """The tensor-parallel set, then the DCP set."""
         self._shard: StepRunner | None = None
-        self._spans = Spans(is_on=spec.config.trace)
+        self._spans = Spans(is_on=False)
 
-    def load(self) -> None:
-        """Join the other ranks and load this rank's slice of the model.
+    def load(self, spec: ShardSpec) -> None:
+        """Join the other ranks; the first time also load this rank's slice of the model.
 
-        Errors: CheckpointError, ConfigError, CollectiveError; the coordinator is told too.
+        Errors: CheckpointError, ConfigError, CollectiveError, which the coordinator is told too;
+        UnavailableError where there is none.
         """
+        self._spec = spec
+        try:
+            end = ShardEnd(spec.step_address, spec.tp_rank, epoch=spec.epoch, node=spec.node_ip)
+        except OSError as error:
+            raise UnavailableError(
+                f"the coordinator at {spec.step_address} cannot be reached: {error}"
+            ) from error
+        self._end = end
         with self._telling_coordinator():
-            torch.set_num_threads(self._spec.num_threads)
-            config = self._spec.config
-            tp, dcp_comm = join_collectives(
-                self._spec.collectives,
-                rank=self._spec.tp_rank,
-                topology=config.topology,
-                node_ip=self._spec.node_ip,
+            torch.set_num_threads(spec.num_threads)
+            joined = join_collectives(
+                spec.collectives,
+                rank=spec.tp_rank,
+                topology=spec.config.topology,
+                node_ip=spec.node_ip,
             )
-            self._collectives = [tp] if dcp_comm is tp else [tp, dcp_comm]
-            self._shard = self._build(config, tp=tp, dcp_comm=dcp_comm, spans=self._spans)
-            self._end.ready()
+            if self._shard is None:
+                self._spans = Spans(is_on=spec.config.trace)
+                self._sets = [RenewableCollectives(comm) for comm in joined]
+                tp, dcp_comm = self._sets
+                self._shard = self._build(spec.config, tp=tp, dcp_comm=dcp_comm, spans=self._spans)
+            else:
+                for kept, comm in zip(self._sets, joined, strict=True):
+                    kept.renew(comm)
+            end.ready()
 
     def run(self) -> None:
-        """Run steps until the coordinator ends the loop; then leave the other ranks."""
-        if self._shard is None:
+        """Run steps until the coordinator ends the epoch; then leave the other ranks."""
+        if self._shard is None or self._end is None:
             raise ProtocolError("the shard was asked to run before it has loaded; call load first")
         with self._telling_coordinator():
-            while (step := self._next_step(self._shard)) is not None:
+            while (step := _next_step(self._shard, self._end)) is not None:
                 with self._spans("step", step.step):
                     self._shard.execute(step, self._report)
         self.close()
-
-    def _next_step(self, shard: StepRunner) -> StepInput | None:
-        """Wait for it; until it comes, steps that the device ends are reported."""
-        while not shard.settle(wait=False) and not self._end.has_message:
-            time.sleep(_SETTLE_EVERY_S)
-        return self._end.receive()
 
     def take_spans(self) -> list[Span]:
         """Where the time went since the last call; empty unless the group is traced."""
         return self._spans.take()
 
     def _report(self, output: StepOutput) -> None:
+        assert self._end is not None, "run has checked it"
         with self._spans("report"):
             self._end.report(output)
 
     def close(self) -> None:
-        for member in self._collectives:
+        """Leave the epoch."""
+        for member in self._sets:
             member.close()
-        self._end.close()
+        if self._end is not None:
+            self._end.close()
+            self._end = None
 
     @contextmanager
     def _telling_coordinator(self) -> Iterator[None]:
-        """An error that leaves this block ends the shard: the coordinator hears its code and text, and
-        the ranks that wait for this one are released."""
+        """An error that leaves this block ends the shard's epoch: the coordinator hears its code and text,
+        and the ranks that wait for this one are released."""
+        assert self._spec is not None
+        assert self._end is not None
         try:
             yield
         except Exception as error:
@@ -109,3 +130,10 @@ class ShardLoop:
             self._end.fail(code, f"{type(error).__name__}: {error}")
             self.close()
             raise
+
+
+def _next_step(shard: StepRunner, end: ShardEnd) -> StepInput | None:
+    """Wait for it; until it comes, steps that the device ends are reported."""
+    while not shard.settle(wait=False) and not end.has_message:
+        time.sleep(_SETTLE_EVERY_S)
+    return end.receive()

@@ -56,6 +56,10 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     """How long the oldest step in flight runs; 0 without one."""
     num_dropped_messages: int = 0
     """Messages on the step and request channels that could not be read, or answered nothing."""
+    epoch: int = 0
+    """Which set of shards works: 0 for the first, one more after each loss of a shard or coordinator."""
+    num_restarts: int = 0
+    """How often shards were lost and started again."""
 
     @property
     def tokens_per_verify(self) -> float:

@@ -51,6 +51,7 @@ OUTCOMES: dict[str, Outcome] = {
     "cluster_too_small": Outcome("UNAVAILABLE", 503, EXIT_UNAVAILABLE),
     "deadline_exceeded": Outcome("DEADLINE_EXCEEDED", 504, EXIT_UNAVAILABLE),
     "collective_failed": Outcome("UNAVAILABLE", 503, EXIT_UNAVAILABLE),
+    "poison_request": Outcome("FAILED_PRECONDITION", 422, EXIT_USAGE),
     "invalid_plan": Outcome("INTERNAL", 500, EXIT_INTERNAL),
     "protocol": Outcome("INTERNAL", 500, EXIT_INTERNAL),
     "internal": Outcome("INTERNAL", 500, EXIT_INTERNAL),

@@ -113,6 +113,12 @@ class AbortedError(LatentrayError):
     code = "aborted"
 
 
+class PoisonRequestError(LatentrayError):
+    """A request that ends the shards whenever they work on it."""
+
+    code = "poison_request"
+
+
 class PlanError(LatentrayError):
     """A sparse MLA plan that breaks an invariant or does not fit its tensors."""
 

@@ -16,16 +16,23 @@ from actors.coordinator.drew_nothing import drew_nothing
 from actors.coordinator.logprobs import LogprobRows
 from actors.coordinator.prefix_cache import PrefixCache
 from actors.coordinator.request_limit import checked_limit
-from actors.coordinator.request_state import NEVER, RequestState
+from actors.coordinator.request_state import NEVER, NOT_ADMITTED, RequestState
 from actors.coordinator.schedule import ScheduledRows
 from actors.coordinator.scheduler import Scheduler
 from actors.coordinator.step_message import build_step_input
 from actors.coordinator.steps_in_flight import STEPS_IN_FLIGHT, StepInFlight, StepsInFlight, judged_tokens
+from actors.coordinator.suspects import Suspects
 from actors.coordinator.timings import Timings
 from actors.messages import PENDING_CAPACITY, RowKind, StepInput, StepOutput
 from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
-from kernels_integration.errors import DuplicateRequestError, LatentrayError
+from kernels_integration.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    LatentrayError,
+    PoisonRequestError,
+    shown,
+)
 from kernels_integration.spans import Spans
 from kernels_integration.token_marks import MASKED, NO_TOKEN
 
@@ -70,6 +77,9 @@ class Coordinator:
         self._live: dict[SequenceKey, RequestState] = {}
         self._steps = StepsInFlight(max_steps_in_flight or STEPS_IN_FLIGHT[config.scheduling])
         self._updates: list[RequestUpdate | RequestFailed] = []
+        self._suspects = Suspects()
+        self._held_back: list[RequestState] = []
+        """Those that wait for a trial of suspects, out of the scheduler's sight."""
         self._counters = AcceptanceCounters(config.num_speculative_tokens)
         self._num_arrivals = self._num_finished = self._num_aborted = 0
         self._num_prompt_tokens = self._num_generated_tokens = 0
@@ -103,8 +113,16 @@ class Coordinator:
         priority = request.priority if self._config.scheduling_policy == "priority" else 0
         turn = (priority, self._num_arrivals)
         state = RequestState(request, turn=turn, limit=limit, tokenizer=self._tokenizer)
+        if state.stop.finish_reason is not None:
+            raise InvalidRequestError(
+                f"the request goes on from {state.num_resumed_tokens} tokens, and ended among them",
+                field="progress",
+            )
         self._live[request.key] = state
-        self._scheduler.add(state)
+        if self._suspects.waits(request.key):
+            self._held_back.append(state)
+        else:
+            self._scheduler.add(state)
         self._timings.submitted(request.key)
         self._num_prompt_tokens += state.num_prompt_tokens
 
@@ -123,12 +141,50 @@ class Coordinator:
         for state in list(self._live.values()):
             self._fail(state, error.code, str(error))
 
+    def blame(self) -> bool:
+        """The shards were lost at what they did last. True where that has brought the cause nearer.
+
+        The request that is found to be the cause, if any, ends with PoisonRequestError.
+        """
+        running = [
+            rows.request.request.key
+            for rows in self._steps.newest_rows
+            if rows.request.admission == rows.admission != NOT_ADMITTED
+        ]
+        if not running:
+            return False
+        guilty, is_nearer = self._suspects.lost(list(dict.fromkeys(running)))
+        if guilty is not None:
+            state = self._live[guilty]
+            self._fail(
+                state,
+                PoisonRequestError.code,
+                f"request {shown(guilty.request_id)} is rejected: shards were lost again and again while "
+                f"they worked on it, at last with no other suspect, at {len(state.tokens)} tokens of prompt "
+                "and completion; the shards' logs tell of what they died",
+            )
+        return is_nearer
+
     def restart(self, epoch: int) -> None:
         """New shards without state: forget the steps in flight, re-admit live requests as they are."""
         self._steps.begin_epoch(epoch)
         self._timings.interrupted()
         self._scheduler.withdraw_all()
         self._blocks.forget_published()
+        self._release_suspects()
+        for state in list(self._scheduler.waiting):
+            if self._suspects.waits(state.request.key):
+                self._scheduler.remove(state)
+                self._held_back.append(state)
+
+    def _release_suspects(self) -> None:
+        """Let those run that need not wait any more."""
+        held_back, self._held_back = self._held_back, []
+        for state in held_back:
+            if self._suspects.waits(state.request.key):
+                self._held_back.append(state)
+            else:
+                self._scheduler.add(state)
 
     def schedule(self) -> StepInput | None:
         """The next step for the shards; None if nothing can run or a step in flight must report first."""
@@ -213,7 +269,7 @@ class Coordinator:
     def stats(self) -> GroupStats:
         return GroupStats(
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._scheduler.waiting) + len(self._held_back),
             num_used_blocks=self._blocks.num_used,
             num_kv_blocks=self._blocks.num_blocks,
             num_preemptions=self._scheduler.num_preemptions,
@@ -313,7 +369,7 @@ class Coordinator:
             return
         self._num_generated_tokens += len(kept)
         num_top, stop, request = state.num_logprobs, state.stop, state.request
-        if len(kept) == len(state.tokens) - state.num_prompt_tokens:
+        if len(kept) == len(state.tokens) - state.num_prompt_tokens - state.num_resumed_tokens:
             self._timings.first_token(request.key)
         is_last = stop.finish_reason is not None
         self._updates.append(
@@ -338,6 +394,8 @@ class Coordinator:
         if is_last:
             self._end(state)
             self._num_finished += 1
+        elif self._suspects and self._suspects.got_token(request.key):
+            self._release_suspects()
 
     def _fail(self, state: RequestState, code: str, message: str) -> None:
         self._end(state)
@@ -346,7 +404,12 @@ class Coordinator:
     def _end(self, state: RequestState) -> None:
         del self._live[state.request.key]
         self._timings.ended(state.request.key)
-        self._scheduler.remove(state)
+        if state in self._held_back:
+            self._held_back.remove(state)
+        else:
+            self._scheduler.remove(state)
+        if self._suspects and self._suspects.clear(state.request.key):
+            self._release_suspects()
 
 
 def _wrong_length(request: RequestState, length: int, expected: int) -> LatentrayError:

@@ -5,7 +5,7 @@
     every one -> stopping, which is the last
 
 An epoch is one set of shards. Events of an older epoch change nothing; a lost shard ends its epoch, and
-the next one begins while restarts are left.
+the next one begins while restarts are left. They are given back by a while of steady service.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,16 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 
 from kernels_integration.errors import UnavailableError
+
+_BACK_OFF_S = 0.5
+_MAX_BACK_OFF_S = 30.0
+STEADY_S = 60.0
+"""Service for so long without a loss makes up for the losses before."""
+
+
+def back_off_s(num_in_vain: int) -> float:
+    """How long to wait before the last of so many restarts that did nothing: before one not at all."""
+    return min(_BACK_OFF_S * 2 ** (num_in_vain - 2), _MAX_BACK_OFF_S) if num_in_vain > 1 else 0.0
 
 
 class Phase(StrEnum):
@@ -40,12 +50,18 @@ class GroupState:
     """A value; each event gives the next one, or the same where it changes nothing."""
 
     num_shards: int
-    restarts_left: int = 0
-    """How many more epochs may begin. 0: the first lost shard ends the group."""
+    max_restarts: int = 0
+    """Epochs that may begin without steady service between them. 0: the first lost shard ends the group."""
+    num_restarts: int = 0
+    """Since the group served steadily."""
+    num_in_vain: int = 0
+    """Restarts since a step has reported."""
     phase: Phase = Phase.STARTING
     epoch: int = 0
     ready: frozenset[int] = frozenset()
     """Ranks of this epoch that wait for steps."""
+    lost_rank: int | None = None
+    """Recovering: whose loss began the epoch, as far as is known."""
     cause: str = ""
     """Why it recovers or has failed."""
     code: str = UnavailableError.code
@@ -80,28 +96,43 @@ class GroupState:
         is_complete = len(ready) == self.num_shards
         return replace(self, ready=ready, phase=Phase.SERVING if is_complete else self.phase)
 
-    def shards_lost(self, cause: str, epoch: int) -> "GroupState":
-        """A shard of this epoch is gone: without it the others are of no use."""
+    def shards_lost(
+        self, cause: str, epoch: int, rank: int | None = None, *, counts: bool = True
+    ) -> "GroupState":
+        """A shard of this epoch is gone: without it the others wait.
+
+        counts: as one of max_restarts; not where the loss has brought its cause nearer.
+        """
         if epoch != self.epoch or self.is_over:
             return self
         # What keeps a group from starting (a checkpoint, no memory) would keep it the next time too.
-        if self.phase is Phase.STARTING or self.restarts_left == 0:
+        if self.phase is Phase.STARTING or (counts and self.num_restarts == self.max_restarts):
             return self.failed(cause)
         return replace(
             self,
             phase=Phase.RECOVERING,
             epoch=self.epoch + 1,
-            restarts_left=self.restarts_left - 1,
+            num_restarts=self.num_restarts + counts,
+            num_in_vain=self.num_in_vain + 1,
             ready=frozenset(),
+            lost_rank=rank,
             cause=cause,
         )
+
+    def stepped(self) -> "GroupState":
+        """A step has reported: these shards work."""
+        return replace(self, num_in_vain=0) if self.num_in_vain and self.is_serving else self
+
+    def steady(self) -> "GroupState":
+        """It has served for a while: what was lost before counts no more."""
+        return replace(self, num_restarts=0) if self.is_serving else self
 
     def failed(self, cause: str, code: str = UnavailableError.code) -> "GroupState":
         """The group itself cannot go on."""
         return self if self.is_over else replace(self, phase=Phase.FAILED, cause=cause, code=code)
 
     def corrected(self, cause: str) -> "GroupState":
-        """A better account of what the state holds already."""
+        """A better account of what the state holds already, or of what it waits for."""
         return replace(self, cause=cause) if self.phase in (Phase.FAILED, Phase.RECOVERING) else self
 
     def stopping(self) -> "GroupState":

@@ -41,6 +41,12 @@ def checked_limit(request: Request, config: GroupConfig, blocks: BlockManager, *
     limit = max_model_len
     if params.max_tokens is not None:
         limit = min(limit, prompt_len + params.max_tokens)
+    if request.progress is not None and prompt_len + len(request.progress.token_ids) >= limit:
+        raise InvalidRequestError(
+            f"the request goes on from {len(request.progress.token_ids)} tokens behind {prompt_len} of its "
+            f"prompt; {limit} tokens are its limit",
+            field="progress",
+        )
     num_blocks = blocks.blocks_for(limit - 1)
     if num_blocks > blocks.num_blocks:
         tokens = blocks.num_blocks * blocks.tokens_per_block + 1
@@ -58,4 +64,5 @@ def _largest_token_id(request: Request) -> int:
     params = request.params
     ends = (*request.eos_token_ids, *params.stop_token_ids) if params.min_tokens else ()
     lists = (request.prompt_token_ids, ends, *request.bad_words, params.allowed_token_ids or ())
-    return max(chain(*lists, params.logit_bias or ()))
+    resumed = request.progress.token_ids if request.progress is not None else ()
+    return max(chain(*lists, resumed, params.logit_bias or ()))

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from actors.coordinator.logprobs import PromptLogprobs
 from actors.coordinator.stopping import StopConditions
-from actors.requests import Request
+from actors.requests import Progress, Request
 
 NOT_ADMITTED = 0
 """No admission has this number."""
@@ -36,6 +36,7 @@ class RequestState:
         "num_prompt_tokens",
         "num_published_tokens",
         "num_reserved_tokens",
+        "num_resumed_tokens",
         "prompt_logprobs",
         "publish_at",
         "request",
@@ -60,14 +61,19 @@ class RequestState:
         self.stop = StopConditions(request, limit=limit, tokenizer=tokenizer)
         self.waits_for_reports = request.params.structured_outputs is not None
         """One token step in flight: the next is not chosen before the last has reported."""
+        progress = request.progress or Progress(token_ids=())
+        self.num_resumed_tokens = len(progress.token_ids)
+        """Of the completion, committed before it came here."""
+        self.stop.cut(self.num_prompt_tokens, progress.token_ids)
+        self.tokens += progress.token_ids
         self.num_logprobs = request.params.logprobs
         num_top = request.params.prompt_logprobs
         self.prompt_logprobs = None if num_top is None else PromptLogprobs(request.prompt_token_ids, num_top)
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
+        self.num_draft_tokens = progress.num_draft_tokens
+        self.num_accepted_tokens = progress.num_accepted_tokens
         self.block_hashes: list[bytes] = []
         """Of the full blocks of `tokens`, as far as anybody asked."""
-        self.num_cached_tokens: int | None = None
+        self.num_cached_tokens = None if request.progress is None else progress.num_cached_tokens
         """Prompt tokens that the first admission did not have to compute; None before it."""
         self.admission = NOT_ADMITTED
         self.slot = -1

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.acceptance import standard_tokens
-from actors.coordinator.schedule import Schedule
+from actors.coordinator.schedule import Schedule, ScheduledRows
 from actors.messages import StepOutput
 from kernels_integration.errors import ProtocolError
 
@@ -40,6 +40,7 @@ class StepsInFlight:
         self.epoch = 0
         self._max_steps = max_steps
         self._steps: deque[StepInFlight] = deque()
+        self._newest: StepInFlight | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -63,9 +64,17 @@ class StepsInFlight:
             raise ProtocolError(f"epoch {epoch} cannot follow epoch {self.epoch}; epochs only go up")
         self.epoch = epoch
         self._steps.clear()
+        self._newest = None
+
+    @property
+    def newest_rows(self) -> list[ScheduledRows]:
+        """Of the steps in flight; without one of the last step, whose work may go on behind its report."""
+        steps = list(self._steps) or [step for step in (self._newest,) if step is not None]
+        return [rows for step in steps for rows in (*step.schedule.verifies, *step.schedule.chunks)]
 
     def sent(self, step: StepInFlight) -> None:
         self._steps.append(step)
+        self._newest = step
 
     def reported(self, output: StepOutput) -> StepInFlight:
         """The oldest step, which this report answers; it is no longer in flight.

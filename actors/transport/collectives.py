@@ -22,7 +22,7 @@ def join_collectives(
 ) -> tuple[Collectives, Collectives]:
     """A rank's membership in the tensor-parallel set and in its DCP set.
 
-    Waits for the other ranks. Both are the same object where the sets are equal.
+    Waits for the other ranks. Both are the same object where the sets are equal. Called once an epoch.
     """
     size, dcp_size = topology.tp, topology.dcp
     if size == 1:
@@ -34,7 +34,11 @@ def join_collectives(
         tp = SharedMemoryCollectives(f"{spec.name}-tp", rank, size)
         if dcp_size in (1, size):
             return tp, solo if dcp_size == 1 else tp
-        return tp, SharedMemoryCollectives(f"{spec.name}-dcp{dcp_set}", dcp_rank, dcp_size)
+        try:
+            return tp, SharedMemoryCollectives(f"{spec.name}-dcp{dcp_set}", dcp_rank, dcp_size)
+        except BaseException:
+            tp.close()
+            raise
     _init_gloo(spec.init_method, rank, size, node_ip)
     world = TorchCollectives(_gloo_group(range(size)))
     if dcp_size in (1, size):
@@ -56,6 +60,8 @@ def _init_gloo(init_method: str, rank: int, size: int, node_ip: str) -> None:
     if interface is not None:
         # gloo would else resolve the host's name, which is often 127.0.0.1
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if torch.distributed.is_initialized():  # of an epoch that has ended
+        torch.distributed.destroy_process_group()
     torch.distributed.init_process_group(
         "gloo", init_method=init_method, rank=rank, world_size=size, timeout=_GLOO_TIMEOUT
     )

@@ -71,8 +71,6 @@ class GroupBeat(msgspec.Struct, frozen=True, tag=True):
     stats: GroupStats
     phase: str = "serving"
     """starting, serving, recovering, failed or stopping: see `actors.coordinator.group_state`."""
-    epoch: int = 0
-    """Which set of shards works."""
 
 
 ToCoordinator = Hello | Goodbye | Submit | Abort

@@ -123,7 +123,8 @@ class CoordinatorEnd:
         return f"shard {rank}{self._identities.get(rank, '')}"
 
     def begin_epoch(self, epoch: int) -> None:
-        """Wait for new shards; those of older epochs, and what they say, are forgotten."""
+        """Let the shards of this epoch go, wait for the next one's; what the old ones say is dropped."""
+        self.stop_shards()
         for rank in range(self.num_shards):
             self._silence.forget(rank)
         self.epoch = epoch

@@ -6,27 +6,41 @@ its sequences end too.
 """
 
 import asyncio
+import math
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
-from msgspec.structs import replace
-
-from actors.requests import Request, RequestUpdate, TokenLogprob
+from actors.requests import Request, RequestUpdate, SequenceKey
 from cluster.answering.choices import choices
 from cluster.answering.group import Group, Groups
 from cluster.answering.live_requests import LiveRequest, LiveRequests
+from cluster.answering.movable_sequence import MovableSequence
 from kernels_integration.errors import AbortedError, DeadlineExceededError, UnavailableError
+
+PATIENCE_S = 10.0
+MAX_MOVES_IN_VAIN = 3
+"""A request that was on so many groups as they were lost, and got no token between, may be why."""
 
 
 class Answering:
     """Answers the requests of one front end by its groups. Used in one event loop.
 
-    max_sequences_per_client: of the requests that one client has running; None: any number.
+    max_sequences_per_client: of the requests that one client has running; None: any number. patience_s: how
+    long a request waits for groups that recover, when there are no others; one that has begun waits as long
+    as they do.
     """
 
-    def __init__(self, groups: Sequence[Group], *, max_sequences_per_client: int | None = None) -> None:
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        *,
+        max_sequences_per_client: int | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self.groups = Groups(groups)
+        self._patience_s = patience_s
         self.live = LiveRequests(max_sequences_per_client=max_sequences_per_client)
         self.is_draining = False
         """Set once, when no more requests are taken."""
@@ -79,6 +93,7 @@ class Answering:
         """The updates of all n sequences as they come; `index` says whose, the last has a finish_reason.
 
         Tokens that may be part of a stop string are held until that is decided. Close the iterator to leave.
+        A sequence whose group is lost goes on where it was, on another group or on the lost one's successor.
         Errors: OverloadedError; what the group refuses or fails with. When one sequence fails, all end.
         """
         async with aclosing(self.answer_all(live, (request,))) as updates:
@@ -91,36 +106,70 @@ class Answering:
         """As `answer`, of several requests that one call asks for: (whose, an update of it)."""
         live.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         sequences = [
-            (position, sequence) for position, request in enumerate(requests) for sequence in choices(request)
+            MovableSequence(choice, position)
+            for position, request in enumerate(requests)
+            for choice in choices(request)
         ]
         self.live.require_room(live, len(sequences))
-        group = live.group = self.groups.choose()
-        running = {sequence.key for _, sequence in sequences}
-        arrived: asyncio.Queue[tuple[int, RequestUpdate | Exception]] = asyncio.Queue()
+        running: dict[SequenceKey, MovableSequence] = {}
+        arrived: asyncio.Queue[tuple[MovableSequence, RequestUpdate | Exception]] = asyncio.Queue()
 
-        def deliver(number: int, update: RequestUpdate | Exception) -> None:
+        def deliver(key: SequenceKey, update: RequestUpdate | Exception) -> None:
+            sequence = running[key]
             live.answered = True
             if isinstance(update, Exception) or update.finish_reason is not None:
-                running.discard(sequences[number][1].key)
-                if not running:
+                self._left(running.pop(key))
+                num_left[0] -= not isinstance(update, UnavailableError)  # which is not its end
+                if not num_left[0]:
                     self.live.answered(live)
-            arrived.put_nowait((number, update))
+            arrived.put_nowait((sequence, update))
 
-        holding = [Holding() for _ in sequences]
+        def submit(sequence: MovableSequence, group: Group) -> None:
+            running[sequence.key] = sequence
+            sequence.group = live.group = group
+            self.groups.took(group, 1)
+            group.submit(sequence.request, partial(deliver, sequence.key))
+
+        num_left = [len(sequences)]
         num_unread = len(sequences)
-        self.groups.took(group, len(sequences))
         try:
-            for number, (_, sequence) in enumerate(sequences):
-                group.submit(sequence, partial(deliver, number))
+            group = await self.groups.find(self._patience_s)
+            for sequence in sequences:
+                submit(sequence, group)
             while num_unread:
-                number, update = await arrived.get()
-                if isinstance(update, Exception):
+                sequence, update = await arrived.get()
+                if isinstance(update, UnavailableError):
+                    submit(sequence, await self._next_group(sequence, update))
+                elif isinstance(update, Exception):
                     raise update
-                num_unread -= update.finish_reason is not None
-                yield sequences[number][0], holding[number].pass_on(update)
+                else:
+                    num_unread -= update.finish_reason is not None
+                    yield sequence.position, sequence.take(update)
         finally:
-            self.groups.took(group, -len(sequences))
-            group.abort(running)
+            keys: defaultdict[Group | None, list[SequenceKey]] = defaultdict(list)
+            for key, sequence in running.items():
+                keys[sequence.group].append(key)
+                self._left(sequence)
+            for of_group, its_keys in keys.items():
+                assert of_group is not None, "they run"
+                of_group.abort(its_keys)
+
+    def _left(self, sequence: MovableSequence) -> None:
+        assert sequence.group is not None, "it runs"
+        self.groups.took(sequence.group, -1)
+
+    async def _next_group(self, sequence: MovableSequence, error: UnavailableError) -> Group:
+        """Where a sequence goes on whose group was lost, or recovers. Errors: `error`, when there is none."""
+        sequence.move()
+        if sequence.num_moves_in_vain > MAX_MOVES_IN_VAIN:
+            raise UnavailableError(
+                f"the request was moved {MAX_MOVES_IN_VAIN} times without another token, and its last group "
+                f"was lost too: {error}"
+            ) from error
+        try:
+            return await self.groups.find(math.inf)
+        except UnavailableError:
+            raise error from None
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests by their users' ids; their calls raise AbortedError. Others are ignored."""
@@ -137,22 +186,3 @@ class Answering:
                 UnavailableError(f"the server stopped after draining for {drain_s:g} s; ask again")
             )
             await self.live.wait_until_empty()
-
-
-class Holding:
-    """The newest tokens of one sequence that wait, with their log probabilities."""
-
-    __slots__ = ("_logprobs", "_token_ids")
-
-    def __init__(self) -> None:
-        self._token_ids: tuple[int, ...] = ()
-        self._logprobs: tuple[TokenLogprob, ...] = ()
-
-    def pass_on(self, update: RequestUpdate) -> RequestUpdate:
-        """The update with the tokens that need not wait any more."""
-        if not update.num_held and not self._token_ids:
-            return update
-        token_ids, logprobs = self._token_ids + update.token_ids, self._logprobs + update.logprobs
-        num_free = len(token_ids) - update.num_held
-        self._token_ids, self._logprobs = token_ids[num_free:], logprobs[num_free:]
-        return replace(update, token_ids=token_ids[:num_free], logprobs=logprobs[:num_free], num_held=0)

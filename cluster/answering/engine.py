@@ -1,6 +1,7 @@
 """Answering for programs without an event loop: `LLM`, the command line, batches, benchmarks."""
 
 import asyncio
+import contextlib
 import queue
 import sys
 import threading
@@ -16,6 +17,7 @@ from actors.requests import Request, RequestUpdate
 from actors.stats import GroupStats
 from cluster.answering.answering import Answering
 from cluster.answering.group import Group
+from cluster.answering.group_client import ClientFollower, GroupClient
 from cluster.report.trace import TraceFile
 from kernels_integration.errors import ConfigError
 from kernels_integration.spans import Span
@@ -85,6 +87,11 @@ class Engine:
     def stats(self) -> GroupStats:
         """Counters of the group since it started, as of now."""
         return self._call(self._group.current_stats())
+
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call it in the event loop; from any thread, and after `close` for nothing."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
         """End what runs, write the trace, stop the group."""
@@ -175,13 +182,12 @@ def start_engine(
 
         inline = InlineGroup(config, tokenizer=tokenizer)
         return Engine(LocalGroup(inline), take_trace=inline.take_trace, stop=inline.close, trace_file=trace)
-    from cluster.answering.group_client import GroupClient
     from cluster.launch.group import launch_group
 
     handle = launch_group(config, address=address, progress=progress or (lambda message: None))
-    return Engine(
-        GroupClient(handle.request_address),
-        take_trace=handle.take_trace,
-        stop=handle.stop,
-        trace_file=trace,
+    client = GroupClient(
+        handle.request_address, recovery_s=config.recovery_timeout_s if config.max_restarts else 0.0
     )
+    engine = Engine(client, take_trace=handle.take_trace, stop=handle.stop, trace_file=trace)
+    handle.follow(ClientFollower(client, engine.call_soon))
+    return engine

@@ -1,13 +1,17 @@
 """Groups as a front end sees them: hand a sequence over, be told what becomes of it."""
 
+import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from actors.requests import Request, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
+from cluster.answering.routing import GroupSnapshot, least_loaded
 from kernels_integration.errors import UnavailableError
 
+_LOOK_S = 0.02
 Deliver = Callable[[RequestUpdate | Exception], None]
 
 
@@ -17,6 +21,10 @@ class Group(Protocol):
     @property
     def healthy(self) -> bool:
         """A token can be produced now."""
+
+    @property
+    def is_recovering(self) -> bool:
+        """Not healthy, but it works on that: it is worth waiting for."""
 
     @property
     def message(self) -> str:
@@ -52,7 +60,7 @@ class Group(Protocol):
 class Groups:
     """All groups of a front end. A sequence goes to one of those that can answer."""
 
-    def __init__(self, members: Sequence[Group]) -> None:
+    def __init__(self, members: Iterable[Group]) -> None:
         self._members = tuple(members)
         self._num_sequences: Counter[Group] = Counter()
 
@@ -70,15 +78,42 @@ class Groups:
     @property
     def message(self) -> str:
         """Why those that are not healthy are not."""
-        unhealthy = [group.message for group in self._members if not group.healthy]
+        if len(self._members) == 1:
+            return self._members[0].message
+        unhealthy = [
+            f"group {number}: {group.message}"
+            for number, group in enumerate(self._members)
+            if not group.healthy
+        ]
         return "; ".join(unhealthy) if unhealthy else self._members[0].message
 
     def choose(self) -> Group:
-        """The healthy group with the fewest sequences of this front end. Errors: UnavailableError."""
-        healthy = [group for group in self._members if group.healthy]
-        if not healthy:
+        """The healthy group with the least load. Errors: UnavailableError."""
+        chosen = least_loaded([self._snapshot(group) for group in self._members])
+        if chosen is None:
             raise UnavailableError(self.message)
-        return min(healthy, key=lambda group: self._num_sequences[group])
+        return self._members[chosen]
+
+    def _snapshot(self, group: Group) -> GroupSnapshot:
+        stats = group.stats or GroupStats()
+        return GroupSnapshot(
+            healthy=group.healthy,
+            num_own=self._num_sequences[group],
+            num_reported=stats.running + stats.waiting,
+            kv_usage=stats.num_used_blocks / max(stats.num_kv_blocks, 1),
+        )
+
+    async def find(self, patience_s: float) -> Group:
+        """As `choose`; while none can answer and some recover, wait for so long. Errors: UnavailableError."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                return self.choose()
+            except UnavailableError:
+                is_in_vain = not any(group.is_recovering for group in self._members)
+                if is_in_vain or time.monotonic() >= deadline_s:
+                    raise
+            await asyncio.sleep(_LOOK_S)
 
     def took(self, group: Group, num_sequences: int) -> None:
         """The group has so many sequences more, or fewer."""

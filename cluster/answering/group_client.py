@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import zmq
@@ -25,6 +26,8 @@ SILENCE_S = 3.0
 """A coordinator not heard for so long gets no new requests."""
 GIVE_UP_S = 60.0
 """One that lives, as its connection shows, and was not heard for so long loses those that it has."""
+_COORDINATOR = "coordinator"
+"""The one peer whose silence is watched, whoever it is."""
 _LAST_WORDS_S = 0.05
 """For what a coordinator said before it went to be read."""
 
@@ -39,9 +42,19 @@ class GroupClient:
     """
 
     def __init__(
-        self, request_address: str, *, silence_s: float = SILENCE_S, give_up_s: float = GIVE_UP_S
+        self,
+        request_address: str,
+        *,
+        silence_s: float = SILENCE_S,
+        give_up_s: float = GIVE_UP_S,
+        recovery_s: float = 0.0,
     ) -> None:
+        """recovery_s: how long after the loss of the coordinator its successor may be waited for."""
         self.request_address = request_address
+        self._recovery_s = recovery_s
+        self._is_lost = False
+        """The connection was closed, and no coordinator has been heard since."""
+        self._lost_at_s = 0.0
         self._silence_s = silence_s
         self._silence: SilenceWatch[str] = SilenceWatch(request_channel.BEAT_S)
         self._give_up_s = give_up_s
@@ -62,6 +75,13 @@ class GroupClient:
     def healthy(self) -> bool:
         """The coordinator was heard within the last seconds and all of its shards live."""
         return self._beat is not None and self._beat.healthy and not self._trouble
+
+    @property
+    def is_recovering(self) -> bool:
+        """As Group.is_recovering: it starts lost shards again, or its coordinator may have a successor."""
+        if self._is_lost:
+            return time.monotonic() - self._lost_at_s < self._recovery_s
+        return self._beat is not None and self._beat.phase == "recovering"
 
     @property
     def message(self) -> str:
@@ -104,6 +124,23 @@ class GroupClient:
             raise UnavailableError(self.message)
         self._send(Submit.of(request))
         self._live[request.key] = deliver
+
+    def move(self, request_address: str) -> None:
+        """The coordinator has a successor there. What ran on the old one has ended, or ends now."""
+        self._fail(f"the coordinator at {self.request_address} has a successor")
+        assert self._socket is not None, "it was connected"
+        self._socket.disconnect(self.request_address)
+        self.request_address = request_address
+        self._socket.connect(request_address)
+        self._lost_at_s = time.monotonic()
+        self._trouble = f"no heartbeat from the coordinator at {request_address} yet"
+        self._silence.heard(_COORDINATOR)
+        self._send(Hello())
+
+    def lose(self, reason: str) -> None:
+        """No successor will come."""
+        self._recovery_s = 0.0
+        self._trouble = reason
 
     def abort(self, keys: Iterable[SequenceKey]) -> None:
         """As Group.abort."""
@@ -148,8 +185,9 @@ class GroupClient:
             except Exception:
                 logger.exception("a message of the coordinator could not be read")
                 continue
-            self._silence.heard(self.request_address)
+            self._silence.heard(_COORDINATOR)
             self._trouble = ""
+            self._is_lost = False
             if isinstance(message, Updates):
                 self._dispatch(message)
             else:
@@ -172,7 +210,7 @@ class GroupClient:
             await asyncio.sleep(request_channel.BEAT_S)
             self._silence.tick()
             if self._silence.silent(self._silence_s):
-                silence_s = self._silence.silence_s(self.request_address)
+                silence_s = self._silence.silence_s(_COORDINATOR)
                 self._trouble = (
                     f"no heartbeat from the coordinator at {self.request_address} for {silence_s:.1f} s"
                 )
@@ -183,8 +221,11 @@ class GroupClient:
         """A connection that is closed, by the coordinator's end, its process's or its node's."""
         with monitor:
             while True:
-                await recv_monitor_message(monitor)
+                event = await recv_monitor_message(monitor)
                 await asyncio.sleep(_LAST_WORDS_S)
+                if event["endpoint"].decode() != self.request_address:
+                    continue  # of a coordinator that has a successor
+                self._is_lost, self._lost_at_s = True, time.monotonic()
                 self._trouble = (
                     f"the connection to the coordinator at {self.request_address} was closed: it has ended, "
                     "or its process or node is gone"
@@ -203,6 +244,23 @@ class GroupClient:
         if self._socket is None:
             raise UnavailableError(f"not connected to the coordinator at {self.request_address}")
         self._socket.send(request_channel.encode(message))
+
+
+class ClientFollower:
+    """Tells a client what becomes of its group's coordinator (a `cluster.launch` Follower).
+
+    call_soon: of the client's event loop, from any thread.
+    """
+
+    def __init__(self, client: GroupClient, call_soon: Callable[..., object]) -> None:
+        self._client = client
+        self._call_soon = call_soon
+
+    def moved(self, request_address: str) -> None:
+        self._call_soon(self._client.move, request_address)
+
+    def lost(self, reason: str) -> None:
+        self._call_soon(self._client.lose, reason)
 
 
 async def current_stats(request_address: str) -> GroupStats:

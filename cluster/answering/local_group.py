@@ -19,6 +19,7 @@ class LocalGroup:
         self._live: dict[SequenceKey, Deliver] = {}
         self._stepping: asyncio.Task[None] | None = None
         self.healthy = True
+        self.is_recovering = False
         self.message = "ready"
 
     @property

@@ -24,6 +24,7 @@ def figures(now: GroupStats, before: GroupStats | None = None) -> Figures:
     return [
         ("requests", f"{now.running} running, {now.waiting} waiting, {num_finished} finished"),
         ("KV blocks", f"{now.num_used_blocks} of {now.num_kv_blocks} in use"),
+        ("restarts", f"{now.num_restarts - start.num_restarts}, now in epoch {now.epoch}"),
         ("preemptions", str(now.num_preemptions - start.num_preemptions)),
         (
             "tokens",

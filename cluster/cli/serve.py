@@ -44,13 +44,14 @@ def serve(
         server = start_server(settings.args, progress=progress)
     with server:
         config = server.config
+        groups = f"{len(server.groups)} groups, each " if len(server.groups) > 1 else ""
         typer.echo(
             f"latentray: serving {config.served_model_name} at {server.address} "
-            f"(tp {config.tensor_parallel_size}, dcp {config.decode_context_parallel_size}, "
+            f"({groups}tp {config.tensor_parallel_size}, dcp {config.decode_context_parallel_size}, "
             f"{config.num_speculative_tokens} drafts, {config.max_model_len} tokens of context; "
             f"{describe_kv_cache(config)}; started in {progress.elapsed_s:.1f} s)"
         )
-        typer.echo(f"latentray: memory: {describe_memory(config, server.group.memory())}")
+        typer.echo(f"latentray: memory: {describe_memory(config, server.memory())}")
         if server.http_port is not None:
             typer.echo(f"latentray: OpenAI's API at http://{settings.args.host}:{server.http_port}/v1")
         if server.metrics_port is not None:

@@ -338,6 +338,21 @@ class EngineArgs(SettingsModel):
             group="Ray",
         ),
     ] = 60.0
+    max_restarts: Annotated[
+        CountOrZero,
+        Setting(
+            "How often lost shards or a lost coordinator are started again without a minute of "
+            "service between; 0: the first loss ends the group.",
+            group="Ray",
+        ),
+    ] = 5
+    recovery_timeout: Annotated[
+        Seconds,
+        Setting(
+            "How long their start may wait for a node, a process or the next tensor; then the group fails.",
+            group="Ray",
+        ),
+    ] = 300.0
     address: Annotated[
         Text | None,
         Setting(
@@ -364,6 +379,15 @@ class EngineArgs(SettingsModel):
 class ServeArgs(EngineArgs):
     """Settings of `latentray serve`: an engine and its gateway."""
 
+    num_groups: Annotated[
+        SmallCount,
+        Setting(
+            "Replicas of the model, each a coordinator and -tp shards of its own. Requests are spread over "
+            "them, and those of one that dies go on at another.",
+            group="Parallelism",
+            short="--data-parallel-size",
+        ),
+    ] = 1
     host: Annotated[
         Text,
         Setting(

@@ -13,7 +13,7 @@ _REQUESTS = "use --max-num-seqs"
 _ROWS = "use --max-num-batched-tokens, which bounds the chunks of prompts"
 _MEMORY = "use --kv-cache-memory-bytes, which takes a size such as 2G, not a share"
 _DRAFTS = "use --num-speculative-tokens"
-_GROUPS = "a server has one group; start several, and a router such as SMG before them"
+_GROUPS = "use --num-groups"
 _LAYERS = "layers are not spread over stages; spread each one by --tensor-parallel-size"
 _DOWNLOAD = "nothing is downloaded; download the model first and pass its directory as --model"
 
@@ -27,7 +27,6 @@ OTHER_ENGINES = {
     "ep_size": _EP,
     "dp": _GROUPS,
     "dp_size": _GROUPS,
-    "data_parallel_size": _GROUPS,
     "pp": _LAYERS,
     "pp_size": _LAYERS,
     "pipeline_parallel_size": _LAYERS,

@@ -32,7 +32,8 @@ class GatewayActor:
     ) -> None:
         self._log_folder = None if logs is None else start_logging(logs, "gateway")
         self._config = config
-        self._groups = [GroupClient(address) for address in request_addresses]
+        recovery_s = config.recovery_timeout_s if config.max_restarts else 0.0
+        self._groups = [GroupClient(address, recovery_s=recovery_s) for address in request_addresses]
         self._host = host
         self._port = port
         self._max_message_bytes = max_message_bytes
@@ -83,6 +84,14 @@ class GatewayActor:
     async def wait_lost(self) -> None:
         """Never returns: its call fails when this process dies."""
         await asyncio.Event().wait()
+
+    async def group_moved(self, number: int, request_address: str) -> None:
+        """The coordinator of a group has a successor."""
+        self._groups[number].move(request_address)
+
+    async def group_lost(self, number: int, reason: str) -> None:
+        """A group has failed for good."""
+        self._groups[number].lose(reason)
 
     async def stop(self, drain_s: float = 30.0) -> None:
         """Drain and close; see GatewayServer.stop."""

@@ -32,10 +32,10 @@ def model_info(config: GroupConfig, frontend: ModelFrontend) -> pb.GetModelInfoR
     )
 
 
-def server_info(config: GroupConfig) -> pb.GetServerInfoResponse:
+def server_info(config: GroupConfig, num_groups: int) -> pb.GetServerInfoResponse:
     return pb.GetServerInfoResponse(
         server_type=SERVER_TYPE,
-        data_parallel_size=1,
+        data_parallel_size=num_groups,
         kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
         attention_backend=config.attention_backend,

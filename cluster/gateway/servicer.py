@@ -165,7 +165,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     ) -> pb.GetServerInfoResponse:
         told = ((KV_BYTES_KEY, str(self._kv_bytes_per_token)), (ACTORS_KEY, self._actors_by_node))
         await context.send_initial_metadata(told)
-        info = server_facts.server_info(self._config)
+        info = server_facts.server_info(self._config, len(self._answering.groups))
         info.active_requests = len(self._answering.live)
         info.is_paused = self._health.draining
         info.last_receive_timestamp = self._last_received_at_s

@@ -1,6 +1,8 @@
 """Start a group on Ray, and what its driver may ask of it."""
 
 import atexit
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +11,13 @@ import ray.exceptions
 
 from actors.actor_process import Node
 from actors.config import GroupConfig
-from actors.coordinator_actor import CoordinatorActor
-from actors.logs import LogSettings, check_writable
+from actors.logs import LogSettings, check_writable, new_run
 from cluster.launch import placement
 from cluster.launch.members import create
 from cluster.launch.ray_session import RaySession
-from cluster.launch.running_group import RunningGroup
+from cluster.launch.running_group import Follower, RunningGroup
 from cluster.launch.waiting import Progress, ticking
+from kernels_integration.errors import ConfigError
 
 if TYPE_CHECKING:
     from kernels_integration.spans import Span
@@ -41,25 +43,78 @@ def launch_group(
     Errors: ClusterTooSmallError, UnavailableError, and what the shards raise while loading
     (CheckpointError, ConfigError). Nothing is left behind after an error.
     """
+    [group] = launch_groups(
+        config,
+        1,
+        address=address,
+        progress=progress,
+        num_threads=num_threads,
+        placement_timeout_s=placement_timeout_s,
+        with_gateway=with_gateway,
+    )
+    return group
+
+
+def launch_groups(
+    config: GroupConfig,
+    num_groups: int,
+    *,
+    address: str | None = None,
+    progress: Progress = lambda message: None,
+    num_threads: int = 1,
+    placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
+    with_gateway: bool = False,
+) -> "list[GroupHandle]":
+    """As `launch_group`, several replicas: placed one after the other, then started side by side.
+
+    with_gateway: the place is in the first one's reservation. Each is stopped by itself.
+    """
+    if num_groups > 1 and config.device != "cpu":
+        raise ConfigError(
+            f"num-groups {num_groups} needs --device cpu: groups do not share a machine's GPUs yet; start a "
+            "server for each GPU, and a router such as SMG before them"
+        )
     if config.log_dir is not None:
         check_writable(config.log_dir)
-    with ticking(progress, "Ray to start" if address in (None, "local") else f"the Ray cluster at {address}"):
-        session = RaySession(address)
-    group = RunningGroup(session, config, progress=progress, num_threads=num_threads)
+    logs = LogSettings(run=new_run(), level=config.log_level, parent=config.log_dir)
+    groups: list[RunningGroup] = []
     try:
-        bundles = placement.bundles_of(config.tensor_parallel_size)
-        if with_gateway:
-            bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
-        group.place(bundles, placement_timeout_s)
-        coordinator = group.spawn(CoordinatorActor, 0, "coordinator", num_threads=1)
-        shards = group.spawn_shards(epoch=0)
-        group.open_coordinator(coordinator)
-        group.start_shards(shards, epoch=0)
-        group.supervise()
+        for number in range(num_groups):
+            what = "Ray to start" if address in (None, "local") else f"the Ray cluster at {address}"
+            with ticking(progress, what):
+                session = RaySession(address)
+            title = f"group {number} " if num_groups > 1 else ""
+            group = RunningGroup(
+                session, config, logs=logs, title=title, progress=progress, num_threads=num_threads
+            )
+            groups.append(group)
+            bundles = placement.bundles_of(config.tensor_parallel_size)
+            if with_gateway and number == 0:
+                bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
+            group.place(bundles, placement_timeout_s)
+            group.spawn_all()
+        if num_groups == 1:
+            groups[0].start()
+        else:
+            _start_side_by_side(groups)
     except BaseException:
-        group.stop()
+        for group in groups:
+            group.stop()
         raise
-    return GroupHandle(group)
+    return [GroupHandle(group) for group in groups]
+
+
+def _start_side_by_side(groups: Sequence[RunningGroup]) -> None:
+    """Errors: of the first that fails; the others still start then, until they are stopped."""
+    with ThreadPoolExecutor(len(groups), thread_name_prefix="start") as pool:
+        starting = [pool.submit(group.start) for group in groups]
+        try:
+            for future in as_completed(starting):
+                future.result()
+        except BaseException:
+            for group in groups:
+                group.stop()
+            raise
 
 
 class GroupHandle:
@@ -93,6 +148,10 @@ class GroupHandle:
     def failure(self) -> str | None:
         """Why the group can serve no more; None while it can."""
         return self._group.failure
+
+    def follow(self, follower: Follower) -> None:
+        """Tell a front end where the group can be reached from now on, and when it has failed."""
+        self._group.follow(follower)
 
     def start_gateway(self, actor_class: Any, *arguments: Any) -> Any:
         """A process in the place that was reserved for it."""

@@ -18,8 +18,12 @@ class Member:
     """coordinator, shard 0, shard 1, ..."""
     actor: Any
     node: Node
+    bundle: int = 0
+    """Its place in the placement group."""
+    log_name: str = ""
+    """Of its log file; a process that follows on another has a file of its own."""
     run: Any = None
-    """The reference of its long `run` call."""
+    """The reference of its newest long call: `load`, then `run`."""
 
     def __str__(self) -> str:
         return f"{self.name} on node {self.node.ip} (process {self.node.pid})"

@@ -166,10 +166,19 @@ def count_by_node(actors: Mapping[str, Node]) -> str:
 
 
 def _with_ranges(names: Sequence[str]) -> list[str]:
-    """With "shard 2", "shard 3", "shard 4" as "shards 2-4"."""
-    others = [name for name in names if not name.startswith("shard ")]
-    ranks = sorted(int(name.removeprefix("shard ")) for name in names if name.startswith("shard "))
-    for _, numbered in itertools.groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in numbered]
-        others.append(f"shard {run[0]}" if len(run) == 1 else f"shards {run[0]}-{run[-1]}")
+    """With "shard 2", "shard 3", "shard 4" as "shards 2-4"; those of each group by themselves."""
+    others: list[str] = []
+    ranks: dict[str, list[int]] = {}
+    for name in names:
+        of_group, is_shard, rank = name.rpartition("shard ")
+        if is_shard:
+            ranks.setdefault(of_group, []).append(int(rank))
+        else:
+            others.append(name)
+    for of_group, its_ranks in ranks.items():
+        numbers = enumerate(sorted(its_ranks))
+        for _, numbered in itertools.groupby(numbers, key=lambda pair: pair[1] - pair[0]):
+            run = [rank for _, rank in numbered]
+            text = f"shard {run[0]}" if len(run) == 1 else f"shards {run[0]}-{run[-1]}"
+            others.append(of_group + text)
     return others

@@ -1,11 +1,13 @@
 """A group on Ray: its processes from their places to their end."""
 
+import contextlib
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 import ray.exceptions
@@ -13,7 +15,8 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.actor_process import Node
 from actors.config import GroupConfig
-from actors.logs import LogSettings, new_run
+from actors.coordinator_actor import CoordinatorActor
+from actors.logs import LogSettings
 from actors.model_location import to_local, to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import CollectivesSpec, ShardSpec
@@ -25,10 +28,12 @@ from cluster.launch.waiting import Progress, answer, wait_for
 from cluster.report.kv_report import describe_kv_cache
 from cluster.report.load_report import describe_load
 from cluster.report.trace import clock_offset_ns, on_one_clock
-from kernels_integration.errors import UnavailableError
+from kernels_integration.errors import CollectiveError, UnavailableError
 
 if TYPE_CHECKING:
     from kernels_integration.spans import Span
+
+logger = logging.getLogger(__name__)
 
 _PROCESS_TIMEOUT_S = 180.0
 """For a process to start: on a joined cluster our packages travel to its node first."""
@@ -37,27 +42,52 @@ _LOAD_STALL_TIMEOUT_S = 600.0
 """For a shard to read the next tensor."""
 _READY_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
+_LEAVE_TIMEOUT_S = 10.0
+"""For a shard to leave an epoch that has ended: its peers are gone, which the next collective shows."""
+_LOST_LEAVE_TIMEOUT_S = 1.0
+"""For a shard that was said to be lost, and may live: its connection alone was cut."""
+
+
+class Follower(Protocol):
+    """A front end, by whatever way it hears of its group. Called in the supervisor's thread."""
+
+    def moved(self, request_address: str) -> None:
+        """The coordinator has a successor, which listens there."""
+
+    def lost(self, reason: str) -> None:
+        """The group has failed for good."""
 
 
 class RunningGroup:
     """What a GroupHandle holds. Placing, opening the coordinator, starting shards: steps of their own."""
 
     def __init__(
-        self, session: RaySession, config: GroupConfig, *, progress: Progress, num_threads: int
+        self,
+        session: RaySession,
+        config: GroupConfig,
+        *,
+        logs: LogSettings,
+        title: str,
+        progress: Progress,
+        num_threads: int,
     ) -> None:
+        """title: what the names of its members begin with, where there are several groups: "group 1 "."""
+        self._title = title
         self.name = f"{config.served_model_name}-{uuid.uuid4().hex[:6]}"
         self.request_address = ""
         self.collectives = "solo"
         self.coordinator: Member | None = None
         self.shards: list[Member] = []
         """By rank."""
-        self.logs = LogSettings(run=new_run(), level=config.log_level, parent=config.log_dir)
+        self.logs = logs
         self.placement_group: PlacementGroup | None = None
         self._session = session
         self._config = to_portable(config, "cluster")
         self._progress = progress
         self._num_threads = num_threads
         self._step_address = ""
+        self._bundles: list[placement.Bundle] = []
+        self._followers: list[Follower] = []
         self._actors: list[Any] = []
         """Every process that was started and not ended, also those that have yet to answer."""
         self._supervisor: Supervisor | None = None
@@ -78,6 +108,7 @@ class RunningGroup:
 
     def place(self, bundles: Sequence[placement.Bundle], timeout_s: float) -> None:
         """Reserve room for everything, or nothing."""
+        self._bundles = list(bundles)
         self.placement_group = placement.reserve(
             bundles, name=self.name, timeout_s=timeout_s, progress=self._progress
         )
@@ -90,20 +121,31 @@ class RunningGroup:
         self._actors.append(actor)
         return actor
 
-    def spawn_shards(self, epoch: int) -> list[Any]:
-        """The processes of an epoch's shards, by bundle; their ranks follow from their nodes."""
-        return [
-            self.spawn(ShardActor, 1 + index, f"epoch {epoch} process {index}", num_threads=self._num_threads)
-            for index in range(self._config.tensor_parallel_size)
-        ]
+    def spawn_all(self) -> None:
+        """The coordinator's process and those of the first shards, by bundle."""
+        self.spawn(CoordinatorActor, 0, "coordinator", num_threads=1)
+        for index in range(self._config.tensor_parallel_size):
+            self.spawn(ShardActor, 1 + index, f"epoch 0 process {index}", num_threads=self._num_threads)
+
+    def start(self) -> None:
+        """From processes to a group that serves."""
+        coordinator, *shards = self._actors
+        self.open_coordinator(coordinator)
+        self.start_shards(shards, epoch=0)
+        self.supervise()
 
     def open_coordinator(self, actor: Any) -> None:
         """Let it listen for shards and front ends, and work."""
         [node] = self._wait([actor.node.remote()], "the coordinator's process to start", _PROCESS_TIMEOUT_S)
-        self.coordinator = self._member("coordinator", actor, node)
+        self._open_coordinator(actor, node, epoch=0, recovers="")
+
+    def _open_coordinator(self, actor: Any, node: Node, *, epoch: int, recovers: str) -> None:
+        self.coordinator = self._member("coordinator", actor, node, bundle=0, epoch=epoch)
         host = "127.0.0.1" if self._session.is_local else node.ip
         [(self._step_address, self.request_address)] = self._wait(
-            [actor.open.remote(self._config, host, 0)], "the coordinator to listen", _CALL_TIMEOUT_S
+            [actor.open.remote(self._config, host, epoch, recovers)],
+            "the coordinator to listen",
+            _CALL_TIMEOUT_S,
         )
         self.coordinator.run = actor.run.remote()
 
@@ -117,44 +159,144 @@ class RunningGroup:
         assert self.coordinator is not None, "open the coordinator first"
         order = placement.rank_order(self.coordinator.node, nodes)
         self.shards = [
-            self._member(f"shard {rank}", actors[index], nodes[index]) for rank, index in enumerate(order)
+            self._member(f"shard {rank}", actors[index], nodes[index], bundle=1 + index, epoch=epoch)
+            for rank, index in enumerate(order)
         ]
-        collectives = self._choose_collectives()
-        self.collectives = collectives.kind
         self._progress(describe_kv_cache(to_local(self._config)))
         self._progress(f"placed on {placement.count_by_node({m.name: m.node for m in self.members})}")
-        loads = [
-            shard.actor.load.remote(
-                ShardSpec(
-                    config=self._config,
-                    tp_rank=rank,
-                    epoch=epoch,
-                    step_address=self._step_address,
-                    collectives=collectives,
-                    node_ip=shard.node.ip,
-                    num_threads=self._num_threads,
-                )
+        self._load(epoch, _LOAD_STALL_TIMEOUT_S)
+        self._await_ready()
+
+    def _load(self, epoch: int, timeout_s: float) -> None:
+        """Let every shard join an epoch, with the model that it has or is to load, and run."""
+        collectives = self._choose_collectives()
+        self.collectives = collectives.kind
+        for rank, shard in enumerate(self.shards):
+            spec = ShardSpec(
+                config=self._config,
+                tp_rank=rank,
+                epoch=epoch,
+                step_address=self._step_address,
+                collectives=collectives,
+                node_ip=shard.node.ip,
+                num_threads=self._num_threads,
             )
-            for rank, shard in enumerate(self.shards)
-        ]
+            shard.run = shard.actor.load.remote(spec)
         self._wait(
-            loads, f"{len(loads)} shards to load the model", _LOAD_STALL_TIMEOUT_S, state=self._load_state
+            [shard.run for shard in self.shards],
+            f"{len(self.shards)} shards to load the model",
+            timeout_s,
+            state=self._load_state,
         )
         for shard in self.shards:
             shard.run = shard.actor.run.remote()
-        self._await_ready()
+
+    def restart_shards(self, epoch: int, lost_rank: int | None = None) -> None:
+        """Let the shards join a new epoch; those whose process is gone, or of no use, are started anew.
+
+        lost_rank: of the shard that was said to be lost. Errors: as wait_for.
+        """
+        runs = [shard.run for shard in self.shards]
+        if lost_rank is not None:
+            ray.wait([runs[lost_rank]], timeout=_LOST_LEAVE_TIMEOUT_S)
+            self._end_unless_idle(self.shards[lost_rank])
+        ray.wait(runs, num_returns=len(runs), timeout=_LEAVE_TIMEOUT_S)
+        fresh: dict[int, Any] = {}
+        for rank, shard in enumerate(self.shards):
+            if not self._end_unless_idle(shard):
+                title = f"epoch {epoch} process {shard.bundle - 1}"
+                fresh[rank] = self.spawn(ShardActor, shard.bundle, title, num_threads=self._num_threads)
+        timeout_s = self._config.recovery_timeout_s
+        if fresh:
+            places = [self.shards[rank].bundle for rank in fresh]
+            nodes = self._wait(
+                [actor.node.remote() for actor in fresh.values()],
+                f"{len(fresh)} of {len(self.shards)} shards' processes to start",
+                timeout_s,
+                state=lambda: self._missing_room(places),
+            )
+            for (rank, actor), node in zip(fresh.items(), nodes, strict=True):
+                bundle = self.shards[rank].bundle
+                self.shards[rank] = self._member(f"shard {rank}", actor, node, bundle=bundle, epoch=epoch)
+        self._load(epoch, timeout_s)
+
+    def _end_unless_idle(self, shard: Member) -> bool:
+        """Whether a shard lives, has left its epoch and can join another; else its process is ended."""
+        if ray.wait([shard.run], timeout=0)[0]:
+            try:
+                ray.get(shard.run)
+                return True
+            except ray.exceptions.RayTaskError as error:
+                # Whose peers or coordinator are gone is as good as ever; of another error nobody knows.
+                if isinstance(error.cause, CollectiveError | UnavailableError):
+                    return True
+            except ray.exceptions.RayError:
+                pass
+        self._end_actor(shard.actor)
+        return False
+
+    def _end_actor(self, actor: Any) -> None:
+        ray.kill(actor)
+        with contextlib.suppress(ValueError):
+            self._actors.remove(actor)
+
+    def replace_coordinator(self, epoch: int, cause: str) -> None:
+        """A new coordinator in the place of one that is gone; then every shard joins it in a new epoch.
+
+        Front ends that follow the group are told its address at once, before the shards have come.
+        """
+        assert self.coordinator is not None, "there was one"
+        self._end_actor(self.coordinator.actor)
+        actor = self.spawn(CoordinatorActor, 0, f"coordinator of epoch {epoch}", num_threads=1)
+        [node] = self._wait(
+            [actor.node.remote()],
+            "the next coordinator's process to start",
+            self._config.recovery_timeout_s,
+            state=lambda: self._missing_room([0]),
+        )
+        self._open_coordinator(actor, node, epoch=epoch, recovers=cause)
+        for follower in self._followers:
+            follower.moved(self.request_address)
+
+    def follow(self, follower: "Follower") -> None:
+        """Tell it where the group can be reached from now on."""
+        self._followers.append(follower)
+
+    def end(self, reason: str) -> None:
+        """The group has failed for good: tell front ends, end its shards."""
+        for follower in self._followers:
+            follower.lost(reason)
+        for shard in self.shards:  # they may wait in a collective for the one that is gone
+            ray.kill(shard.actor)
+
+    def _missing_room(self, places: Sequence[int]) -> str:
+        """What the bundles of a lost node wait for, as the end of a message; "" when all have a place."""
+        table = ray.util.placement_group_table(self.placement_group)
+        if table["state"] == "CREATED":
+            return ""
+        wanted = [self._bundles[place] for place in places]
+        return f": {placement.describe_shortage(wanted, placement.node_capacities())}"
 
     def supervise(self) -> None:
-        """From now on a process that ends before its time is noticed."""
-        self._supervisor = Supervisor(self.members, log_of=self._log_of, session=self._session)
+        """From now on a process that ends before its time is noticed, and another one started."""
+        self._progress = self._tell_recovery
+        self._supervisor = Supervisor(self, session=self._session, max_restarts=self._config.max_restarts)
 
-    def _member(self, name: str, actor: Any, node: Node) -> Member:
-        member = Member(name, actor, node)
-        member.ask("start_logging", self.logs, name)
+    def _tell_recovery(self, message: str) -> None:
+        logger.info("%s: %s", self.name, message)
+        if self._supervisor is not None:
+            self._supervisor.tell(message)
+
+    def _member(self, name: str, actor: Any, node: Node, *, bundle: int, epoch: int) -> Member:
+        name = self._title + name
+        log_name = name.replace(" ", "-") + (f"-epoch-{epoch}" if epoch else "")
+        member = Member(name, actor, node, bundle, log_name)
+        member.ask("start_logging", self.logs, log_name)
         return member
 
-    def _log_of(self, member: Member) -> Path | None:
-        return self.logs.folder / f"{member.name.replace(' ', '-')}.log"
+    def log_of(self, member: Member) -> Path | None:
+        """Its log file, on its node."""
+        return self.logs.folder / f"{member.log_name}.log"
 
     def _wait(
         self,
@@ -169,8 +311,11 @@ class RunningGroup:
             self._progress,
             timeout_s=timeout_s,
             state=state,
-            failure=lambda: self._session.failure,
+            failure=self._why_in_vain,
         )
+
+    def _why_in_vain(self) -> str | None:
+        return "the group is stopping" if self._is_stopped else self._session.failure
 
     def _choose_collectives(self) -> CollectivesSpec:
         first = self.shards[0]
@@ -224,9 +369,9 @@ class RunningGroup:
             if self._is_stopped:
                 return
             self._is_stopped = True
-        if self._supervisor is not None:
-            self._supervisor.stop()
         try:
+            if self._supervisor is not None:
+                self._supervisor.stop()
             # Without its control process or raylet, Ray's calls do not return.
             if ray.is_initialized() and self._session.failure is None:
                 self._end_runs()

@@ -1,7 +1,7 @@
-"""A served model: a group on Ray and a gateway before it, started and stopped together."""
+"""A served model: groups on Ray and a gateway before them, started and stopped together."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +10,7 @@ from actors.config import GroupConfig
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
 from cluster.launch.deaths import cause_of_death
-from cluster.launch.group import GroupHandle, launch_group
+from cluster.launch.group import GroupHandle, launch_groups
 from cluster.launch.members import Member
 from cluster.launch.placement import by_node
 from cluster.launch.waiting import Progress, wait_for
@@ -34,7 +34,7 @@ class RunningServer:
 
     def __init__(
         self,
-        group: GroupHandle,
+        groups: Sequence[GroupHandle],
         gateway: Member,
         address: str,
         config: GroupConfig,
@@ -43,7 +43,7 @@ class RunningServer:
         http_port: int | None,
         log_folder: Path | None,
     ) -> None:
-        self.group = group
+        self.groups = tuple(groups)
         self.address = address
         self.config = config
         self.http_port = http_port
@@ -59,7 +59,7 @@ class RunningServer:
     @property
     def failure(self) -> str | None:
         """Why requests can be served no more; None while they can."""
-        if (why := self.group.session_failure) is not None:
+        if (why := self._session_failure) is not None:
             return why
         gateway = self._gateway
         if gateway is not None and not self.is_reachable:
@@ -68,18 +68,28 @@ class RunningServer:
             except ray.exceptions.RayError as error:
                 log = None if self.log_folder is None else self.log_folder / "gateway.log"
                 return f"{gateway} is lost: {cause_of_death(error, gateway, log)}"
-        return self.group.failure
+        failures = [group.failure for group in self.groups]
+        # One group that is left serves all requests.
+        return None if None in failures else "; ".join(filter(None, failures))
+
+    @property
+    def _session_failure(self) -> str | None:
+        return self.groups[0].session_failure
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of each actor of a group that lives."""
+        return {name: size for group in self.groups for name, size in group.memory().items()}
 
     @property
     def is_reachable(self) -> bool:
         """Whether the gateway lives, which tells clients of a failure; without Ray it soon will not."""
-        if self._gateway is None or self.group.session_failure is not None:
+        if self._gateway is None or self._session_failure is not None:
             return False
         return not ray.wait([self._gateway_lost], timeout=0)[0]
 
     def process_ids(self) -> dict[str, int]:
         """The process of each actor that lives, on its node: "gateway", "coordinator", "shard 0", ..."""
-        ids = self.group.process_ids()
+        ids = {name: pid for group in self.groups for name, pid in group.process_ids().items()}
         if self._gateway is not None and self.is_reachable:
             ids["gateway"] = self._gateway.node.pid
         return ids
@@ -89,15 +99,17 @@ class RunningServer:
         gateway, self._gateway = self._gateway, None
         trace_file, self._trace_file = self._trace_file, None
         try:
-            if gateway is not None and self.group.session_failure is None:
+            if gateway is not None and self._session_failure is None:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.get(gateway.actor.stop.remote(drain_s), timeout=drain_s + _STOP_MARGIN_S)
                 ray.kill(gateway.actor)
             if trace_file is not None:
-                trace_file.add(self.group.take_trace())
+                for group in self.groups:
+                    trace_file.add(group.take_trace())
                 trace_file.write()
         finally:
-            self.group.stop()
+            for group in self.groups:
+                group.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -111,8 +123,22 @@ class RunningServer:
         self.stop(drain_s=0.0 if exc_type else 30.0)
 
 
+class GatewayFollower:
+    """A gateway that is told of one of its groups, by the group's number there."""
+
+    def __init__(self, gateway: Any, number: int) -> None:
+        self._gateway = gateway
+        self._number = number
+
+    def moved(self, request_address: str) -> None:
+        self._gateway.group_moved.remote(self._number, request_address)
+
+    def lost(self, reason: str) -> None:
+        self._gateway.group_lost.remote(self._number, reason)
+
+
 def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda message: None) -> RunningServer:
-    """Start a group and a gateway on this node; returns when requests are served.
+    """Start groups and a gateway on this node; returns when requests are served.
 
     progress: called with what is waited for, about once a second.
     Errors: ConfigError, CheckpointError, ClusterTooSmallError, UnavailableError. Nothing is left behind.
@@ -120,39 +146,45 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     config = resolve(args)
     # told in the first second, not after the model has loaded
     require_free_ports(args.host, args.ports_by_flag())
-    require_memory(config, address=args.address)
+    require_memory(config, address=args.address, num_groups=args.num_groups)
     trace_file = None if args.trace is None else TraceFile(args.trace)
-    group = launch_group(config, address=args.address, progress=progress, with_gateway=True)
+    groups = launch_groups(
+        config, args.num_groups, address=args.address, progress=progress, with_gateway=True
+    )
+    actors = {name: node for group in groups for name, node in group.placement.items()}
     try:
-        gateway = group.start_gateway(
+        gateway = groups[0].start_gateway(
             GatewayActor,
             config,
-            [group.request_address],
+            [group.request_address for group in groups],
             args.host,
             args.port,
             args.max_message_size,
             args.metrics_port,
             args.http_port,
-            group.logs,
-            by_node(group.placement),
+            groups[0].logs,
+            by_node(actors),
         )
-        address, member = _started(gateway, group, progress)
+        for number, group in enumerate(groups):
+            group.follow(GatewayFollower(gateway, number))
+        address, member = _started(gateway, groups, progress)
     except BaseException:
-        group.stop()
+        for group in groups:
+            group.stop()
         raise
     metrics_port = None if args.metrics_port is None else ray.get(gateway.metrics_port.remote())
     http_port = None if args.http_port is None else ray.get(gateway.http_port.remote())
     log_folder = ray.get(gateway.log_folder.remote())
-    return RunningServer(group, member, address, config, trace_file, metrics_port, http_port, log_folder)
+    return RunningServer(groups, member, address, config, trace_file, metrics_port, http_port, log_folder)
 
 
-def _started(gateway: Any, group: GroupHandle, progress: Progress) -> tuple[str, Member]:
+def _started(gateway: Any, groups: Sequence[GroupHandle], progress: Progress) -> tuple[str, Member]:
     """Where it listens, and what to call it. Errors: what kept it from starting, UnavailableError."""
     [node, address] = wait_for(
         [gateway.node.remote(), gateway.start.remote()],
         "the gateway to listen",
         progress,
         timeout_s=_START_TIMEOUT_S,
-        failure=lambda: group.failure,
+        failure=lambda: next((group.failure for group in groups if group.failure is not None), None),
     )
     return str(address), Member("gateway", gateway, node)

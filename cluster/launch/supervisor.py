@@ -1,45 +1,79 @@
-"""Watches a running group from its driver: who ends before its time, of what, and what follows."""
+"""Watches a running group from its driver: who ends before its time, of what, and who follows."""
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import ray.exceptions
 
-from actors.coordinator.group_state import Diagnosis, Evidence, Symptom
+from actors.coordinator.group_state import (
+    STEADY_S,
+    Diagnosis,
+    Evidence,
+    GroupState,
+    Phase,
+    Symptom,
+    back_off_s,
+)
 from cluster.launch.deaths import cause_of_death
 from cluster.launch.members import Member
 from cluster.launch.ray_session import RaySession
-from kernels_integration.errors import CollectiveError
+from kernels_integration.errors import CollectiveError, LatentrayError
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 _SETTLE_S = 0.3
 
 
+class Supervised(Protocol):
+    """What is watched: a `RunningGroup`."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The coordinator, then the shards by rank."""
+
+    def log_of(self, member: Member) -> Path | None:
+        """Its log file on its node; None: it has none."""
+
+    def restart_shards(self, epoch: int, lost_rank: int | None = None) -> None: ...
+
+    def replace_coordinator(self, epoch: int, cause: str) -> None: ...
+
+    def end(self, reason: str) -> None: ...
+
+
 class Supervisor:
     """Until `stop`, or until the group has failed; then `failure` says why, and the shards are ended.
 
-    Ray reports a process that ended within milliseconds. When one shard dies the others fail with it, and the
-    coordinator is told of the death that Ray saw; of a node that fell silent the coordinator knows first.
-    log_of: the log file of a member on its node; None: it has none.
+    Ray reports a process that ended within milliseconds, and the coordinator is told. The coordinator decides
+    what a loss means, and asks for the shards of the next epoch; of its own loss this thread decides.
+    max_restarts: how often in a row a coordinator may be lost.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        *,
-        log_of: Callable[[Member], Path | None],
-        session: RaySession,
-    ) -> None:
+    def __init__(self, group: Supervised, *, session: RaySession, max_restarts: int) -> None:
         self.failure: str | None = None
-        self._members = list(members)
-        self._log_of = log_of
+        self._group = group
         self._session = session
         self._is_stopping = threading.Event()
         self._diagnosis = Diagnosis(settle_s=_SETTLE_S, clock=time.monotonic)
+        self._max_restarts = max_restarts
+        self._num_lost_coordinators = 0
+        """In a row."""
+        self._coordinator_since_s = time.monotonic()
+        self._epoch = 0
+        self._cause = ""
+        """Of the recovery that goes on."""
+        self._change: GroupState | None = None
+        """What the coordinator asks for."""
+        self._lost_coordinator = ""
+        """What it died of, when it is gone."""
+        self._waiting: dict[Any, Member | None] = {}
+        """Calls that end with a member's life; None: the coordinator's account of the group."""
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
 
@@ -47,28 +81,46 @@ class Supervisor:
         self._is_stopping.set()
         self._thread.join()
 
+    def tell(self, message: str) -> None:
+        """What a recovery waits for: the group's health shows it."""
+        if self._cause:
+            self._group.members[0].ask("recovery_waits", f"{self._cause}; {message}")
+
     def _watch(self) -> None:
-        coordinator, *shards = self._members
-        failed = coordinator.ask("wait_failed", group="watch")
-        waiting: dict[Any, Member | None] = {failed: None} | {member.run: member for member in self._members}
-        while not self._is_stopping.is_set():
+        self._attend()
+        while self.failure is None and not self._is_stopping.is_set():
             if (why := self._session.failure) is not None:
                 self.failure = why
                 # No call of Ray's answers any more, but its processes would linger for a minute. With them
                 # end the connections of front ends, so that nobody waits.
                 self._session.abandon()
                 return
-            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_LOOK_S)
+            done, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=_LOOK_S)
             if self._is_stopping.is_set():
                 return
             for reference in done:
-                self._note(reference, waiting.pop(reference))
-            cause = self._diagnosis.cause
-            if cause is not None and (not waiting or time.monotonic() >= self._diagnosis.settles_at_s):
-                self.failure = cause.text
-                for shard in shards:  # they wait in a collective for the one that is gone
-                    ray.kill(shard.actor)
-                return
+                self._note(reference, self._waiting.pop(reference))
+            if self._lost_coordinator:
+                self._replace_coordinator()
+            elif self._change is not None and self._change.phase is Phase.RECOVERING:
+                self._recover(self._change)
+            elif self._is_over:
+                cause = self._diagnosis.cause
+                assert cause is not None, "the coordinator said why"
+                self._give_up(cause.text)
+
+    @property
+    def _is_over(self) -> bool:
+        """The coordinator has ended the group, and the cause is as clear as it will get."""
+        is_told = self._change is not None and self._change.is_over
+        return is_told and (not self._waiting or time.monotonic() >= self._diagnosis.settles_at_s)
+
+    def _attend(self) -> None:
+        """Watch the members that there are now."""
+        coordinator = self._group.members[0]
+        self._change = None
+        change = coordinator.ask("wait_change", self._epoch, group="watch")
+        self._waiting = {change: None} | {member.run: member for member in self._group.members}
 
     def _note(self, reference: Any, member: Member | None) -> None:
         """One call has ended: the coordinator's account of the group, or the life of a member."""
@@ -82,14 +134,62 @@ class Supervisor:
                 evidence = Evidence.PEERS if is_symptom else Evidence.WORDS
             else:
                 evidence = Evidence.PROCESS
-            cause = cause_of_death(error, member, self._log_of(member))
+            cause = cause_of_death(error, member, self._group.log_of(member))
         else:
             if member is None:
-                text = told or "the coordinator was stopped"
-                self._diagnosis.add(Symptom(Evidence.WORDS, -1, text))
+                self._change = told
+                text = told.message if told.phase is Phase.FAILED else "the coordinator was stopped"
+                if told.is_over:
+                    self._diagnosis.add(Symptom(Evidence.WORDS, -1, text))
                 return
             evidence, cause = Evidence.CONNECTION, "it ended before it was told to"
-        rank = self._members.index(member) - 1
-        self._diagnosis.add(Symptom(evidence, rank, f"{member} is lost: {cause}"))
-        if rank >= 0 and evidence is Evidence.PROCESS:
-            self._members[0].ask("shard_lost", rank, cause)
+        rank = self._group.members.index(member) - 1
+        text = f"{member} is lost: {cause}"
+        self._diagnosis.add(Symptom(evidence, rank, text))
+        if rank < 0:
+            self._lost_coordinator = text
+        elif evidence is Evidence.PROCESS:
+            self._group.members[0].ask("shard_lost", rank, cause, self._epoch)
+
+    def _recover(self, change: GroupState) -> None:
+        """Start what the coordinator waits for; of what fails in that it is told, and decides again."""
+        self._epoch, self._cause = change.epoch, change.cause
+        self._diagnosis.clear()
+        logger.warning("epoch %d begins: %s", change.epoch, change.cause)
+        try:
+            if not self._is_stopping.wait(back_off_s(change.num_in_vain)):
+                self._group.restart_shards(change.epoch, change.lost_rank)
+        except (LatentrayError, ray.exceptions.RayError) as error:
+            logger.warning("epoch %d did not begin: %s", change.epoch, error)
+            coordinator = self._group.members[0]
+            coordinator.ask("shard_lost", -1, f"the shards could not be started again: {error}", self._epoch)
+        finally:
+            self._cause = ""
+        self._attend()
+
+    def _replace_coordinator(self) -> None:
+        """Or fail, when too many have gone in a row."""
+        text, self._lost_coordinator = self._lost_coordinator, ""
+        now_s = time.monotonic()
+        is_first = now_s - self._coordinator_since_s > STEADY_S
+        self._num_lost_coordinators = 1 if is_first else self._num_lost_coordinators + 1
+        self._coordinator_since_s = now_s
+        if self._num_lost_coordinators > self._max_restarts:
+            self._give_up(text)
+            return
+        self._epoch, self._cause = self._epoch + 1, text
+        self._diagnosis.clear()
+        logger.warning("epoch %d begins: %s", self._epoch, text)
+        if self._is_stopping.wait(back_off_s(self._num_lost_coordinators)):
+            return
+        try:
+            self._group.replace_coordinator(self._epoch, text)
+        except (LatentrayError, ray.exceptions.RayError) as error:
+            self._give_up(f"{text}; no other could be started: {error}")
+            return
+        self._recover(GroupState(num_shards=1, phase=Phase.RECOVERING, epoch=self._epoch, cause=text))
+
+    def _give_up(self, text: str) -> None:
+        """The group has failed for good."""
+        self.failure = text
+        self._group.end(text)

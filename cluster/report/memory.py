@@ -28,13 +28,13 @@ def num_parameters(config: GroupConfig) -> int:
         return sum(math.prod(checkpoint[name].shape) for name in checkpoint)
 
 
-def memory_check(config: GroupConfig, address: str | None) -> tuple[bool, str]:
-    """Whether weights and KV cache may fit, and what they take, in words.
+def memory_check(config: GroupConfig, address: str | None, num_groups: int = 1) -> tuple[bool, str]:
+    """Whether weights and KV caches of all groups may fit, and what they take, in words.
 
     address: of the Ray cluster; only a group that this machine runs on its CPUs is judged by its memory.
     """
-    weights = num_parameters(config) * _ITEM_SIZES[config.dtype]
-    num_slots = config.tensor_parallel_size * config.num_kv_blocks * config.block_size
+    weights = num_groups * num_parameters(config) * _ITEM_SIZES[config.dtype]
+    num_slots = num_groups * config.tensor_parallel_size * config.num_kv_blocks * config.block_size
     cache = num_slots * group_kv_bytes_per_token(config)
     available = available_memory_bytes()
     detail = (
@@ -45,9 +45,9 @@ def memory_check(config: GroupConfig, address: str | None) -> tuple[bool, str]:
     return not is_here or weights + cache <= available, detail
 
 
-def require_memory(config: GroupConfig, *, address: str | None) -> None:
-    """Before minutes of loading. Errors: UnavailableError where the group cannot fit into this machine."""
-    fits, detail = memory_check(config, address)
+def require_memory(config: GroupConfig, *, address: str | None, num_groups: int = 1) -> None:
+    """Before minutes of loading. Errors: UnavailableError where the groups cannot fit into this machine."""
+    fits, detail = memory_check(config, address, num_groups)
     if not fits:
         raise UnavailableError(f"the memory does not suffice: {detail}; {MORE_MEMORY}")
 

@@ -43,11 +43,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def lost_group() -> Iterator[GroupHandle]:
     """A group of its own for a test that breaks it."""
-    with launch_group(group_config(2, 1), address="local") as handle:
+    config = dataclasses.replace(group_config(2, 1), max_restarts=0)
+    with launch_group(config, address="local") as handle:
         yield handle
 
 
-async def test_a_killed_shard_fails_live_requests_and_is_named(lost_group: GroupHandle) -> None:
+async def test_without_restarts_a_killed_shard_fails_live_requests_and_is_named(
+    lost_group: GroupHandle,
+) -> None:
     async with GroupClient(lost_group.request_address) as client:
         live = asyncio.create_task(served_tokens(client, requests(400, ignore_eos=True)))
         await eventually(lambda: client.stats is not None and client.stats.running == 6, 5)

@@ -1,6 +1,7 @@
 """A local Ray: whose packages its workers import, and how the end of each process is told."""
 
 import asyncio
+import dataclasses
 import os
 import re
 import signal
@@ -78,7 +79,8 @@ def test_workers_import_the_drivers_packages_whatever_the_current_folder_holds(t
 
 @pytest.fixture
 def group() -> Iterator[GroupHandle]:
-    with launch_group(group_config(1, 1), address="local") as handle:
+    config = dataclasses.replace(group_config(1, 1), max_restarts=0)
+    with launch_group(config, address="local") as handle:
         yield handle
 
 

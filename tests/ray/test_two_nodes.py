@@ -58,3 +58,22 @@ def test_a_lost_node_fails_live_requests_within_5_s(cluster: NetworkCluster, fau
     assert lost["failed_s"] < 5
     assert lost["unhealthy_s"] < 5
     assert stopped["stop_s"] < 15
+
+
+@pytest.mark.slow
+def test_a_lost_nodes_processes_are_started_on_another_and_streams_go_on(tmp_path: Path) -> None:
+    """Three nodes of two CPUs: the group's three processes take two of them, the third is to spare."""
+    with NetworkCluster(tmp_path, num_nodes=3, num_cpus=2) as cluster:
+        driver = cluster.start(0, sys.executable, DRIVER, "outlive")
+        try:
+            assert driver.stdout is not None
+            ips = json.loads(driver.stdout.readline())["ips"]
+            assert json.loads(driver.stdout.readline()) == {"live": True}
+            lost = next(node for node in (1, 2) if cluster.address(node) in ips.values())
+            cluster.kill(lost)
+            output, _ = driver.communicate("now\n", timeout=200)
+        finally:
+            driver.kill()
+        [outcome] = map(json.loads, output.splitlines())
+        assert cluster.address(lost) not in outcome["ips"].values()
+        assert outcome["tokens"] == inline_tokens(requests(400, ignore_eos=True))

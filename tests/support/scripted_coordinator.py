@@ -72,6 +72,9 @@ class ScriptedCoordinator:
     def step_age_s(self) -> float:
         return time.monotonic() - self.sent_at_s if self.is_in_flight else 0.0
 
+    def blame(self) -> bool:
+        return False
+
     def restart(self, epoch: int) -> None:
         self.epoch = epoch
         self.is_in_flight = False

@@ -61,6 +61,7 @@ class ScriptedGroup:
     def __init__(self, script: Callable[[Request], Script] = echo) -> None:
         self.script = script
         self.healthy = True
+        self.is_recovering = False
         self.message = ""
         self.stats: GroupStats | None = GroupStats()
         self.requests: list[Request] = []

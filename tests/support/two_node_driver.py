@@ -1,13 +1,19 @@
-"""Runs on the head node: a group over two nodes. Prints JSON lines; `watch` goes on until it fails."""
+"""Runs on the head node: a group over two nodes. Prints JSON lines.
+
+`watch` goes on until the group fails, `outlive` until its requests are answered, whatever node is lost.
+"""
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
 
 import ray
 
-from cluster.answering.group_client import GroupClient
+from actors.requests import Request
+from cluster.answering.answering import Answering
+from cluster.answering.group_client import ClientFollower, GroupClient
 from cluster.launch.group import GroupHandle, launch_group
 from kernels_integration.errors import UnavailableError
 from tests.support.ray_groups import eventually, group_config, requests, served_tokens
@@ -47,8 +53,38 @@ async def watch(group: GroupHandle) -> None:
             say(error=None)
 
 
+async def outlive(group: GroupHandle) -> None:
+    """Requests that run while a node is lost; what became of them, and of the group."""
+    client = GroupClient(group.request_address, recovery_s=120)
+    group.follow(ClientFollower(client, asyncio.get_running_loop().call_soon_threadsafe))
+    async with client:
+        answering = Answering([client])
+
+        async def tokens(request: Request) -> list[int]:
+            return [token async for update in answering.run(request) for token in update.token_ids]
+
+        asked = requests(400, ignore_eos=True)
+        live = asyncio.gather(*map(tokens, asked))
+        await eventually(lambda: client.stats is not None and client.stats.running == 6, 20)
+        say(live=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        start_s = time.monotonic()
+        found = await live
+        served = {request.request_id: its for request, its in zip(asked, found, strict=True)}
+        say(
+            tokens=served,
+            seconds=time.monotonic() - start_s,
+            ips={name: node.ip for name, node in group.placement.items()},
+        )
+
+
 def main() -> None:
-    with launch_group(group_config(4, 2), address="auto") as group:
+    if sys.argv[1:] == ["outlive"]:
+        with launch_group(group_config(2, 1), address="auto") as group:
+            say(ips={name: node.ip for name, node in group.placement.items()})
+            asyncio.run(outlive(group))
+        return
+    with launch_group(dataclasses.replace(group_config(4, 2), max_restarts=0), address="auto") as group:
         say(
             collectives=group.collectives,
             ips={name: node.ip for name, node in group.placement.items()},

@@ -278,6 +278,9 @@ class BrokenGroup:
         self.num_steps = 0
         self.aborted: list[Any] = []
 
+    def stats(self) -> GroupStats:
+        return GroupStats()
+
     def submit(self, request: Request) -> None:
         pass
 

@@ -152,7 +152,7 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--tp", "2"], "there is no tp: use --tensor-parallel-size or -tp"),
         (["serve", "--gpu-memory-utilization=0.9"], "use --kv-cache-memory-bytes, which takes a size"),
         (["serve", "--api-key", "x"], "there is no api_key"),
-        (["serve", "--data-parallel-size", "2"], "start several, and a router"),
+        (["serve", "--dp-size", "2"], "there is no dp_size: use --num-groups"),
         (["serve", "--max-model-len", "32k"], "--max-model-len is '32k'; it must be a whole number >= 1: "),
         (["serve", "--max-model-len", "32k"], "write 32000 or 32768"),
         (["batch", "-i", "x"], "--output"),
@@ -366,7 +366,7 @@ def test_too_little_memory_is_told_before_anything_starts(
 ) -> None:
     for door in ("actors.inline_group.InlineGroup", "cluster.launch.group.launch_group"):
         monkeypatch.setattr(door, lambda *args, **more: pytest.fail("it was started"))
-    monkeypatch.setattr("cluster.launch.serving.launch_group", lambda *args, **more: pytest.fail("started"))
+    monkeypatch.setattr("cluster.launch.serving.launch_groups", lambda *args, **more: pytest.fail("started"))
     assert run(*command, "--kv-cache-memory-bytes", "9999G") == 4
     assert "the memory does not suffice: weights 54.5 MiB and KV cache 9.8 TiB" in capsys.readouterr().err
 

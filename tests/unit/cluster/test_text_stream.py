@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from actors.coordinator.stopping import StopConditions
 from actors.requests import Request, RequestUpdate
 from actors.sampling_params import SamplingParams
-from cluster.answering.answering import Holding
+from cluster.answering.movable_sequence import Holding
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.tokenizer import TextStream, load_tokenizer
 

@@ -14,6 +14,7 @@ from actors.coordinator.group_state import (
     GroupState,
     Phase,
     Symptom,
+    back_off_s,
 )
 
 RANKS = st.integers(-1, 4)
@@ -24,6 +25,9 @@ EVENTS = st.one_of(
     st.tuples(st.just("lost"), RANKS, AGES),
     st.tuples(st.just("failed"), RANKS, AGES),
     st.tuples(st.just("corrected"), RANKS, AGES),
+    st.tuples(st.just("steady"), RANKS, AGES),
+    st.tuples(st.just("stepped"), RANKS, AGES),
+    st.tuples(st.just("lost and nearer to its cause"), RANKS, AGES),
     st.tuples(st.just("stopping"), RANKS, AGES),
 )
 
@@ -35,6 +39,12 @@ def after(state: GroupState, event: tuple[str, int, int]) -> GroupState:
         return state.shard_ready(rank, epoch)
     if kind == "lost":
         return state.shards_lost("a shard is lost", epoch)
+    if kind == "lost and nearer to its cause":
+        return state.shards_lost("a shard is lost", epoch, rank, counts=False)
+    if kind == "steady":
+        return state.steady()
+    if kind == "stepped":
+        return state.stepped()
     if kind == "failed":
         return state.failed("a bug", "internal")
     if kind == "corrected":
@@ -46,19 +56,25 @@ def after(state: GroupState, event: tuple[str, int, int]) -> GroupState:
 def test_every_life_keeps_to_the_ways(
     num_shards: int, restarts: int, events: list[tuple[str, int, int]]
 ) -> None:
-    first = state = GroupState(num_shards=num_shards, restarts_left=restarts)
+    state = GroupState(num_shards=num_shards, max_restarts=restarts)
     for event in events:
         before, state = state, after(state, event)
         kind, _, age = event
         if state.phase is not before.phase:
             assert state.phase in NEXT_PHASES[before.phase]
-        if kind in ("ready", "lost") and age != 0:
+        if (kind == "ready" or "lost" in kind) and age != 0:
             assert state == before, "an event of another epoch"
-        # A new epoch is a recovery, takes one restart, and begins without shards.
-        assert state.epoch - before.epoch == before.restarts_left - state.restarts_left
+        # A new epoch is a recovery, takes one restart if it counts, and begins without shards.
         assert state.epoch - before.epoch in (0, 1)
         if state.epoch > before.epoch:
             assert (state.phase, state.ready) == (Phase.RECOVERING, frozenset())
+            assert state.num_restarts - before.num_restarts == (kind == "lost")
+        else:
+            assert state.num_restarts == (0 if kind == "steady" and state.is_serving else before.num_restarts)
+        assert state.num_restarts <= restarts
+        is_vain = state.epoch > before.epoch
+        is_of_use = kind == "stepped" and state.is_serving
+        assert state.num_in_vain == (0 if is_of_use else before.num_in_vain + is_vain)
         assert state.is_serving <= (state.ready == frozenset(range(num_shards)))
         if state.phase in (Phase.STARTING, Phase.RECOVERING):
             assert len(state.ready) < num_shards
@@ -66,7 +82,6 @@ def test_every_life_keeps_to_the_ways(
             assert state.cause
             assert state.cause in state.message
         assert (state.message == "ready") == state.is_serving
-    assert state.epoch <= first.restarts_left
 
 
 def serving(num_shards: int = 2, **changes: int) -> GroupState:
@@ -86,7 +101,7 @@ def test_without_restarts_a_lost_shard_ends_the_group() -> None:
 
 
 def test_with_restarts_it_recovers_and_serves_again() -> None:
-    state = serving(restarts_left=1).shards_lost("shard 1 is lost", 0)
+    state = serving(max_restarts=1).shards_lost("shard 1 is lost", 0)
     assert (state.phase, state.epoch) == (Phase.RECOVERING, 1)
     assert state.message == "recovering, 0 of 2 shards are ready: shard 1 is lost"
     state = state.shard_ready(0, 1).shard_ready(1, 0)
@@ -96,8 +111,20 @@ def test_with_restarts_it_recovers_and_serves_again() -> None:
     assert state.shards_lost("again", 1).phase is Phase.FAILED
 
 
+def test_steady_service_gives_restarts_back() -> None:
+    state = serving(max_restarts=1).shards_lost("lost", 0)
+    assert state.steady() == state, "it does not serve"
+    state = state.shard_ready(0, 1).shard_ready(1, 1).steady()
+    assert state.shards_lost("again", 1).phase is Phase.RECOVERING
+
+
+def test_the_first_restart_waits_for_nothing_and_later_ones_ever_longer() -> None:
+    assert [back_off_s(n) for n in (0, 1, 2, 3, 4)] == [0, 0, 0.5, 1, 2]
+    assert back_off_s(100) == 30
+
+
 def test_what_keeps_a_group_from_starting_is_no_reason_to_try_again() -> None:
-    assert GroupState(num_shards=1, restarts_left=5).shards_lost("no memory", 0).phase is Phase.FAILED
+    assert GroupState(num_shards=1, max_restarts=5).shards_lost("no memory", 0).phase is Phase.FAILED
 
 
 def test_stopping_is_the_last_phase() -> None:

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from actors import coordinator_loop
+from actors.coordinator.group_state import Phase
 from actors.messages import StepInput, StepOutput
 from actors.transport import request_channel
 from cluster.answering.group_client import GroupClient
@@ -133,7 +134,7 @@ async def test_a_shard_that_dies_fails_live_requests_and_health() -> None:
         assert "shard 1" in client.message
         with pytest.raises(UnavailableError, match="shard 1"):
             await tokens_of(client, "late")
-        assert group.loop.wait_failed(1.0) == client.message
+        assert group.loop.wait_change(9, 1.0).message == client.message
         await eventually(lambda: client.stats is not None and client.stats.running == 0)
 
 
@@ -200,13 +201,14 @@ async def test_a_better_account_corrects_the_failure() -> None:
     group = LoopGroup(endless(0.005))
     async with served(group) as client:
         SYMPTOMS["connection"](group)
-        assert "its connection was closed" in str(await asyncio.to_thread(group.loop.wait_failed, 5.0))
+        state = await asyncio.to_thread(group.loop.wait_change, 9, 5.0)
+        assert "its connection was closed" in state.message
         SYMPTOMS["process"](group)
         await eventually(lambda: "killed by SIGKILL" in client.message)
 
 
 async def test_streams_go_on_with_new_shards() -> None:
-    """What recovery will do: somebody starts shards of the next epoch."""
+    """A test in the place of the supervisor: it starts the shards of the next epoch."""
     group = LoopGroup(endless(0.005), max_restarts=1)
     async with served(group) as client:
         received: list[int] = []
@@ -220,8 +222,11 @@ async def test_streams_go_on_with_new_shards() -> None:
         group.shards[1]._lifeline.shut()
         await eventually(lambda: not client.healthy and "recovering, 0 of 2 shards" in client.message)
         assert group.coordinator.epoch == 1
-        with pytest.raises(UnavailableError, match="recovering"):
-            await tokens_of(client, "new")
+        assert client.is_recovering
+        state = group.loop.wait_change(0, 1.0)
+        assert (state.phase, state.epoch, state.lost_rank) == (Phase.RECOVERING, 1, 1)
+        group.loop.shard_lost(1, "it was killed by SIGSEGV", 0)
+        await eventually(lambda: "killed by SIGSEGV" in client.message)
         for rank in range(2):
             shard = group.shard(rank, epoch=1)
             group.shards.append(shard)
@@ -235,7 +240,7 @@ async def test_streams_go_on_with_new_shards() -> None:
         assert client.healthy
         group.shards[-1]._lifeline.shut()
         await eventually(lambda: not client.healthy and "is lost" in client.message)
-        assert group.loop.wait_failed(1.0) is not None
+        assert group.loop.wait_change(9, 1.0).phase is Phase.FAILED
 
 
 async def test_a_shard_that_reports_its_failure_is_named_with_the_cause() -> None:

@@ -1,0 +1,177 @@
+"""Sequences whose group is lost: where they go on, what they bring, and when they are given up."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from actors.requests import Request, RequestUpdate
+from actors.sampling_params import SamplingParams
+from cluster.answering.answering import MAX_MOVES_IN_VAIN, Answering
+from kernels_integration.errors import InvalidRequestError, UnavailableError
+from tests.support.scripted_group import Script, ScriptedGroup, until, update
+
+LOST = UnavailableError("the group is lost")
+
+
+def request(n: int = 1, **params: Any) -> Request:
+    return Request(
+        request_id="r",
+        prompt_token_ids=(10, 11),
+        params=SamplingParams(n=n, max_tokens=6, **params),
+        seed=1,
+        eos_token_ids=(),
+    )
+
+
+def counting(stop_at: int, end: Any = LOST) -> Callable[[Request], Script]:
+    """Tokens 0, 1, ... 5 from where the request is, two a step, until stop_at; then `end`."""
+
+    def script(asked: Request) -> Script:
+        done = len(asked.progress.token_ids) if asked.progress else 0
+        steps: list[Any] = []
+        for first in range(done, min(stop_at, 6), 2):
+            is_last = first == 4
+            steps.append(
+                update(
+                    asked,
+                    [first, first + 1],
+                    first,
+                    num_cached_tokens=1,
+                    num_draft_tokens=first,
+                    num_held=0 if is_last else 1,
+                    finish_reason="length" if is_last else None,
+                )
+            )
+        return steps if steps and steps[-1].finish_reason else [*steps, end]
+
+    return script
+
+
+async def collect(answering: Answering, asked: Request) -> list[RequestUpdate]:
+    return [found async for found in answering.run(asked)]
+
+
+def tokens_of(updates: list[RequestUpdate], index: int = 0) -> list[int]:
+    return [token for found in updates if found.index == index for token in found.token_ids]
+
+
+@pytest.mark.parametrize("num_told", [0, 2, 4])
+async def test_a_lost_groups_sequences_go_on_where_they_were(num_told: int) -> None:
+    lost, other = ScriptedGroup(counting(num_told)), ScriptedGroup(counting(6))
+    other.healthy = False
+    answering = Answering([lost, other])
+
+    def lose(asked: Request) -> Script:
+        lost.healthy, other.healthy = False, True
+        return counting(num_told)(asked)
+
+    lost.script = lose
+    updates = await collect(answering, request(logprobs=2, prompt_logprobs=1))
+    assert tokens_of(updates) == list(range(6))
+    assert [p.token_id for found in updates for p in found.logprobs] == list(range(6))
+    [moved] = other.requests
+    assert moved.incarnation != lost.requests[0].incarnation
+    assert moved.seed == lost.requests[0].seed
+    if num_told:
+        assert moved.progress is not None
+        assert moved.progress.token_ids == tuple(range(num_told)), "those that are held too"
+        assert (moved.progress.num_cached_tokens, moved.progress.num_draft_tokens) == (1, num_told - 2)
+        assert moved.params.prompt_logprobs is None, "they were told"
+    else:
+        assert moved.progress is None
+        assert moved.params == lost.requests[0].params
+    assert not answering.groups._num_sequences.total()
+
+
+async def test_each_of_n_sequences_moves_alone() -> None:
+    lost, other = ScriptedGroup(), ScriptedGroup(counting(6))
+    other.healthy = False
+    answering = Answering([lost, other])
+
+    def script(asked: Request) -> Script:
+        other.healthy = True
+        return counting(2)(asked) if asked.index == 1 else counting(6)(asked)
+
+    lost.script = script
+    updates = await collect(answering, request(n=3))
+    assert [tokens_of(updates, index) for index in range(3)] == [list(range(6))] * 3
+    assert [asked.index for asked in other.requests] == [1]
+
+
+async def test_it_waits_for_a_group_that_recovers() -> None:
+    group = ScriptedGroup()
+    answering = Answering([group])
+
+    def lose(asked: Request) -> Script:
+        group.healthy, group.is_recovering, group.script = False, True, counting(6)
+        return counting(2)(asked)
+
+    group.script = lose
+    call = asyncio.create_task(collect(answering, request()))
+    await until(lambda: group.is_recovering and not group.live)
+    await asyncio.sleep(0.1)
+    assert not call.done()
+    group.healthy = True
+    assert tokens_of(await call) == list(range(6))
+
+
+async def test_a_new_request_waits_for_a_recovery_as_long_as_its_patience_lasts() -> None:
+    group = ScriptedGroup(counting(6))
+    group.healthy, group.is_recovering, group.message = False, True, "recovering: shard 1 is lost"
+    with pytest.raises(UnavailableError, match="recovering: shard 1 is lost"):
+        await collect(Answering([group], patience_s=0.05), request())
+    call = asyncio.create_task(collect(Answering([group], patience_s=60), request()))
+    await asyncio.sleep(0.05)
+    group.healthy = True
+    assert tokens_of(await call) == list(range(6))
+    group.healthy = group.is_recovering = False
+    with pytest.raises(UnavailableError):
+        await collect(Answering([group], patience_s=60), request())
+
+
+async def test_without_another_group_the_call_fails_with_the_cause() -> None:
+    group = ScriptedGroup()
+
+    def lose(asked: Request) -> Script:
+        group.healthy = False
+        return counting(2)(asked)
+
+    group.script = lose
+    with pytest.raises(UnavailableError, match="the group is lost"):
+        await collect(Answering([group]), request())
+
+
+async def test_other_errors_are_its_own_and_do_not_move_it() -> None:
+    first = ScriptedGroup(counting(2, InvalidRequestError("its rules leave no token", field="logit_bias")))
+    second = ScriptedGroup(counting(6))
+    with pytest.raises(InvalidRequestError):
+        await collect(Answering([first, second]), request())
+    assert not second.requests
+
+
+async def test_a_request_that_gets_nowhere_is_given_up() -> None:
+    group = ScriptedGroup(counting(0))
+    with pytest.raises(UnavailableError, match=rf"moved {MAX_MOVES_IN_VAIN} times without another token"):
+        await collect(Answering([group]), request())
+    assert len(group.requests) == 1 + MAX_MOVES_IN_VAIN
+
+
+async def test_a_moved_sequence_ends_where_it_runs_when_its_reader_leaves() -> None:
+    lost, other = ScriptedGroup(), ScriptedGroup(lambda r: [update(r, [2, 3], 2), asyncio.Event()])
+    other.healthy = False
+    answering = Answering([lost, other])
+
+    def lose(asked: Request) -> Script:
+        lost.healthy, other.healthy = False, True
+        return counting(2)(asked)
+
+    lost.script = lose
+    async with aclosing(answering.run(request())) as updates:
+        await anext(updates)
+        await anext(updates)
+        assert other.live == {"r"}
+    assert not other.live
+    assert len(answering.live) == 0
