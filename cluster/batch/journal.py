@@ -56,7 +56,8 @@ class Journal:
                 position += len(line)
                 if "journal" not in record:
                     yield record
-        os.ftruncate(self._descriptor, position)
+        if os.fstat(self._descriptor).st_size > position:
+            os.ftruncate(self._descriptor, position)
         self._end = position
 
     def append(self, record: Record) -> None:

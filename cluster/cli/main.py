@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from cluster import __version__
-from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status
+from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status, submit
 from cluster.cli.sections import SectionedCommand, SectionedGroup
 from cluster.config.other_engines import refuse_foreign
 from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, outcome
@@ -32,6 +32,7 @@ app.command("demo", cls=SectionedCommand)(demo.demo)
 app.command("serve", cls=SectionedCommand)(serve.serve)
 app.command("generate", cls=SectionedCommand)(generate.generate)
 app.command("batch", cls=SectionedCommand)(batch.batch)
+app.command("submit", cls=SectionedCommand)(submit.submit)
 app.command("bench", cls=SectionedCommand)(bench.bench)
 app.command("status", cls=SectionedCommand)(status.status)
 app.command("inspect", cls=SectionedCommand)(inspect.inspect)

@@ -1,0 +1,1 @@
+"""Commands as jobs of a Ray cluster (Ray Jobs API)."""
