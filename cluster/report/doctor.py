@@ -171,7 +171,7 @@ def _tokenizer(args: ServeArgs) -> Check:
 
 
 def _memory(args: ServeArgs) -> Check:
-    fits, detail = memory_check(resolve(args), args.address)
+    fits, detail = memory_check(resolve(args), args.address, args.num_groups)
     if not fits:
         return Check(name="memory", status="fail", detail=f"{detail}; {MORE_MEMORY}")
     return Check(name="memory", status="ok", detail=detail)
@@ -205,8 +205,9 @@ def _ray(args: ServeArgs) -> Iterator[Check]:
     if (args.address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         version, num_cpus = importlib.metadata.version("ray"), os.cpu_count() or 1
         detail = f"{version}; serve starts a local cluster, with {num_cpus} cores of this machine"
-        if num_cpus < args.tensor_parallel_size:
+        if num_cpus < args.num_groups * args.tensor_parallel_size:
             detail += f": fewer than shards, --tensor-parallel-size {args.tensor_parallel_size}"
+            detail += f" in each of --num-groups {args.num_groups}" if args.num_groups > 1 else ""
             yield Check(name="ray", status="warn", detail=detail)
         else:
             yield Check(name="ray", status="ok", detail=detail)
@@ -224,7 +225,7 @@ def _room(args: ServeArgs) -> Check:
 
     from cluster.launch import placement
 
-    bundles = placement.bundles_of(args.tensor_parallel_size)
+    bundles = args.num_groups * placement.bundles_of(args.tensor_parallel_size)
     bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
     shortage = placement.describe_shortage(bundles, placement.node_capacities())
     fits = "fits on no node" not in shortage

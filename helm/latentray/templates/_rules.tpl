@@ -90,9 +90,9 @@
 {{- fail (printf "workers.%s.maxDisrupted is %d, but the group has %d pods; use at most that" .name (.maxDisrupted | int) $pods) -}}
 {{- end -}}
 {{- end -}}
-{{- $all := mul $server.replicas $needed | int -}}
+{{- $all := mul $server.replicas $needed (index $config "num-groups" | default 1 | int) | int -}}
 {{- if lt $cpus $all -}}
-{{- fail (printf "%d engines of a coordinator and %d shards take %d CPUs of Ray's account, and server.rayCpus and workers have %d; raise rayCpus or replicas of workers, or lower config.tensor-parallel-size" ($server.replicas | int) $tp $all $cpus) -}}
+{{- fail (printf "%d engines of a coordinator and %d shards take %d CPUs of Ray's account, and server.rayCpus and workers have %d; raise rayCpus or replicas of workers, or lower config.tensor-parallel-size or num-groups" ($server.replicas | int) $tp $all $cpus) -}}
 {{- end -}}
 {{- range $role := list "head" "server" -}}
 {{- $pods := eq $role "head" | ternary 1 ($server.replicas | int) -}}
