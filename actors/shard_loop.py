@@ -29,6 +29,9 @@ class StepRunner(Protocol):
 
     def execute(self, step: StepInput, report: Callable[[StepOutput], None]) -> None: ...
 
+    def rejoin(self) -> None:
+        """Go on among other ranks, of which some are built now; calls the collectives that `build` calls."""
+
     def settle(self, *, wait: bool) -> bool:
         """Report steps that have ended since; wait: all. Whether none is left to report."""
         ...
@@ -87,6 +90,7 @@ class ShardLoop:
             else:
                 for kept, comm in zip(self._sets, joined, strict=True):
                     kept.renew(comm)
+                self._shard.rejoin()
             end.ready()
 
     def run(self) -> None:

@@ -11,6 +11,7 @@ from actors.model.config import ModelConfig
 from actors.model.load_progress import LoadProgress
 from actors.model.model import Model, load_model
 from actors.shard.device_shard import DeviceShard
+from actors.shard.one_arithmetic import require_one_arithmetic
 from actors.shard.samplers import draws_by_rejection
 from actors.shard.shard import Shard
 from kernels_integration import registry
@@ -22,7 +23,6 @@ from kernels_integration.spans import SpannedCollectives, Spans
 
 logger = logging.getLogger(__name__)
 
-_ARITHMETIC_BYTES = 64
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -64,7 +64,7 @@ def load_weights(
     for _, reason in choice.passed_over:
         logger.warning("%s; %s computes instead", reason, choice.name)
     backend = registry.create(choice.name, needs, check_plans=config.check_plans)
-    _require_one_arithmetic(backend.arithmetic, tp, backend.device)
+    require_one_arithmetic(backend, tp)
     return load_model(
         model_config,
         config.model_path,
@@ -115,21 +115,6 @@ def assemble(
             fixed_shapes = model.backend.device.type != "cpu" and not draws_by_rejection(config)
         kind = DeviceShard if fixed_shapes else Shard
         return kind(config, model, cache, tp=tp, dcp=dcp, spans=spans)
-
-
-def _require_one_arithmetic(mine: str, tp: Collectives, device: torch.device) -> None:
-    """Errors: ConfigError on every rank where not all compute alike: what they replicate would differ."""
-    if tp.size == 1:
-        return
-    words = torch.frombuffer(bytearray(mine.encode().ljust(_ARITHMETIC_BYTES)), dtype=torch.int64)
-    gathered = tp.all_gather(words.to(device)).cpu()
-    names = [row.numpy().tobytes().decode().strip() for row in gathered]
-    if len(set(names)) > 1:
-        listed = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-        raise ConfigError(
-            f"the shards would not compute alike ({listed}): their nodes differ in processor or C compiler; "
-            "use --attention-backend torch, or like nodes"
-        )
 
 
 def backend_needs(config: GroupConfig, model: ModelConfig) -> registry.Needs:

@@ -29,6 +29,7 @@ from actors.shard.device_state import DeviceState
 from actors.shard.locating import locating
 from actors.shard.logprobs_message import logprobs_message
 from actors.shard.mtp_modules import MtpModules
+from actors.shard.one_arithmetic import require_one_arithmetic
 from actors.shard.prompt_fill import PromptFill
 from actors.shard.prompt_logprobs import PromptLogprobs
 from actors.shard.samplers import draws_by_rejection
@@ -140,6 +141,11 @@ class DeviceShard:
             rules.count(passed.drawn, passed.num_emitted)
         if chunks is not None:
             self._take_chunks(step, layout, chunk_hidden, passed.drawn[layout.shape.num_verify_rows :])
+
+    def rejoin(self) -> None:
+        """As Shard.rejoin. Steps of the set before are reported late: their epoch tells."""
+        self.settle(wait=True)
+        require_one_arithmetic(self._model.backend, self._tp)
 
     def settle(self, *, wait: bool) -> bool:
         """Report the steps that the device has done, in order; wait: all. Whether none is left to report."""

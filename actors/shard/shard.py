@@ -21,6 +21,7 @@ from actors.shard.boundary import Boundary
 from actors.shard.locating import locating
 from actors.shard.logprobs_message import logprobs_message
 from actors.shard.mtp_modules import MtpModules
+from actors.shard.one_arithmetic import require_one_arithmetic
 from actors.shard.pending import PendingRows
 from actors.shard.prompt_fill import PromptFill
 from actors.shard.prompt_logprobs import PromptLogprobs
@@ -133,6 +134,13 @@ class Shard:
             with self._spans("prompt_fill"):
                 self._fill_prompt(step, rows, hidden)
         self._take_emitted(rows, num_emitted, tokens, hidden)
+
+    def rejoin(self) -> None:
+        """Be one of a new set of ranks, some of which are built now: by the collectives of `build_shard`.
+
+        Slots need no reset: each is admitted anew, and that resets all of its state.
+        """
+        require_one_arithmetic(self._model.backend, self._tp)
 
     def settle(self, *, wait: bool) -> bool:
         """Every step is reported before `execute` returns."""
