@@ -62,7 +62,7 @@ def values_schema() -> Schema:
             ),
             server=_SERVER,
             workers=list_of(
-                "Worker groups, for engines that do not fit into the server's pod.",
+                "Ray's worker groups, for what does not fit into the server's pod.",
                 closed("A worker group.", _WORKER, required=("name", "replicas", "rayCpus")),
             ),
             batch=_BATCH,
@@ -187,7 +187,7 @@ def _accelerator() -> Schema:
 
 
 def _ray_cpus(role: str) -> Schema:
-    return whole(f"CPUs of Ray's account of {role}: an engine takes one for the coordinator and one a shard.")
+    return whole(f"CPUs of Ray's account of {role}: a group takes one for its coordinator and one a shard.")
 
 
 def _paths() -> Schema:
@@ -242,10 +242,10 @@ _RAY = closed(
     ),
 )
 _SERVER = closed(
-    "Pods that run `latentray serve`: a gateway each, and where rayCpus says so its engine.",
+    "Pods that run `latentray serve`: a gateway each, and where rayCpus says so its groups.",
     _pod(disrupted=True),
     enabled=flag("Serve."),
-    replicas=whole("Servers; each has an engine of its own.", minimum=1),
+    replicas=whole("Servers; each has groups of its own.", minimum=1),
     rayCpus=_ray_cpus("a server's pod") | {"maximum": 1024},
     accelerator=_accelerator(),
     drainSeconds=whole("How long live requests may go on after SIGTERM (--drain-timeout)."),
@@ -258,7 +258,7 @@ _SERVER = closed(
 _WORKER = {
     "name": text("Name of the group.", pattern="^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$"),
     "replicas": whole("How many of it.", minimum=1),
-    "numOfHosts": whole("Pods of one replica, for engines that span hosts; 1 if left out.", minimum=1),
+    "numOfHosts": whole("Pods of one replica, for groups that span hosts; 1 if left out.", minimum=1),
     "rayCpus": _ray_cpus("one of its pods") | {"minimum": 1},
     **_pod(disrupted=True),
 }

@@ -90,14 +90,14 @@ def test_illegal_values_are_refused_at_their_path(chart: Renderer, values: dict[
         ),
         (
             {"server": GPU, "workers": [{"name": "a", "replicas": 1, "rayCpus": 1}]},
-            "the engine runs in the server's pod",
+            "the group runs in the server's pod",
             "set workers: []",
         ),
         ({"server": GPU, "config": {"device": "cpu"}}, "config.device is cpu", "leave config.device out"),
         ({"server": GPU, "config": {"tensor-parallel-size": 2}}, "not supported yet", "use 1"),
         ({"server": GPU | {"rayCpus": 1}}, "server.rayCpus is 1", "use 2"),
         ({"config": {"device": "cuda"}}, "server.accelerator is none", "to nvidia or amd"),
-        ({"server": {"replicas": 2}}, "would cut its streams", "set server.rayCpus: 0"),
+        ({"server": {"replicas": 2}}, "would stop its streams", "set server.rayCpus: 0"),
         (
             {
                 "server": {"rayCpus": 0},
@@ -118,7 +118,14 @@ def test_illegal_values_are_refused_at_their_path(chart: Renderer, values: dict[
             "raise rayCpus",
         ),
         ({"server": {"livenessSeconds": 60}}, "config.heartbeat-timeout (60 s)", "use more"),
-        ({"config": {"step-timeout": 300}}, "config.step-timeout (300 s)", "use more"),
+        ({"server": {"livenessSeconds": 300}}, "config.recovery-timeout (300 s)", "use more"),
+        ({"config": {"step-timeout": 600}}, "config.step-timeout (600 s)", "use more"),
+        (
+            {"config": {"num-groups": 2}},
+            "2 groups of a coordinator and 1 shards take 4 CPUs",
+            "raise rayCpus",
+        ),
+        ({"server": GPU | {"rayCpus": 4}, "config": {"num-groups": 2}}, "would share one GPU", "use 1"),
         (
             {
                 "server": {"enabled": False},

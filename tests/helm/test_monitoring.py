@@ -63,7 +63,7 @@ def test_alerts_ask_for_metrics_that_exist(chart: Renderer) -> None:
     documents = chart.documents({"monitoring": {"rules": True}})
     [group] = one(documents, "PrometheusRule")["spec"]["groups"]
     service = one(documents, "Service", "demo-latentray-metrics")
-    assert len(group["rules"]) >= 8
+    assert len(group["rules"]) >= 9
     for rule in group["rules"]:
         assert _asked(rule["expr"])
         assert _asked(rule["expr"]) <= TOLD, rule["alert"]

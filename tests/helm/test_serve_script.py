@@ -18,6 +18,7 @@ echo ray started >> "$TOLD"
 while [[ ! -e $STOP_RAY ]]; do sleep 0.05; done
 """
 _LATENTRAY = """#!/bin/bash
+until grep -q "ray started" "$TOLD"; do sleep 0.02; done
 echo "$@" >> "$TOLD"
 {
   read -r code

@@ -168,7 +168,7 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 2
-      # An engine that lost a shard says so and serves no more: long after every time-out, start it anew.
+      # Lost shards are replaced within recovery-timeout. One that cannot help itself for longer starts anew.
       livenessProbe:
         httpGet: {path: /health, port: http}
         periodSeconds: 10

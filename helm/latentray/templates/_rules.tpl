@@ -60,13 +60,16 @@
 {{- $device := index $config "device" | default "auto" -}}
 {{- if ne $server.accelerator "none" -}}
 {{- if $values.workers -}}
-{{- fail (printf "server.accelerator is %s, and then the engine runs in the server's pod; set workers: []" $server.accelerator) -}}
+{{- fail (printf "server.accelerator is %s, and then the group runs in the server's pod; set workers: []" $server.accelerator) -}}
 {{- end -}}
 {{- if eq $device "cpu" -}}
 {{- fail (printf "server.accelerator is %s, but config.device is cpu; leave config.device out, or set server.accelerator: none" $server.accelerator) -}}
 {{- end -}}
 {{- if gt $tp 1 -}}
 {{- fail (printf "server.accelerator is %s and config.tensor-parallel-size %d: shards on several GPUs are not supported yet; use 1" $server.accelerator $tp) -}}
+{{- end -}}
+{{- if gt (index $config "num-groups" | default 1 | int) 1 -}}
+{{- fail (printf "server.accelerator is %s and config.num-groups %d: groups would share one GPU; use 1, and one release for each GPU" $server.accelerator (index $config "num-groups" | int)) -}}
 {{- end -}}
 {{- if lt ($server.rayCpus | int) 2 -}}
 {{- fail (printf "server.accelerator is %s, so that coordinator and shard run in the server's pod, but server.rayCpus is %d; use 2" $server.accelerator ($server.rayCpus | int)) -}}
@@ -75,7 +78,7 @@
 {{- fail "config.device is cuda, but server.accelerator is none; set server.accelerator to nvidia or amd" -}}
 {{- end -}}
 {{- if and (gt ($server.replicas | int) 1) (gt ($server.rayCpus | int) 0) -}}
-{{- fail (printf "server.replicas is %d and server.rayCpus %d: Ray may place the engine of one server in another's pod, whose end would cut its streams; set server.rayCpus: 0 and give the CPUs to workers, or install one release for each engine" ($server.replicas | int) ($server.rayCpus | int)) -}}
+{{- fail (printf "server.replicas is %d and server.rayCpus %d: Ray may place the groups of one server in another's pod, whose end would stop its streams; set server.rayCpus: 0 and give the CPUs to workers, or use config.num-groups for more groups behind one server" ($server.replicas | int) ($server.rayCpus | int)) -}}
 {{- end -}}
 {{- $cpus := mul $server.replicas $server.rayCpus | int -}}
 {{- $groups := dict "server" true -}}
@@ -92,7 +95,7 @@
 {{- end -}}
 {{- $all := mul $server.replicas $needed (index $config "num-groups" | default 1 | int) | int -}}
 {{- if lt $cpus $all -}}
-{{- fail (printf "%d engines of a coordinator and %d shards take %d CPUs of Ray's account, and server.rayCpus and workers have %d; raise rayCpus or replicas of workers, or lower config.tensor-parallel-size or num-groups" ($server.replicas | int) $tp $all $cpus) -}}
+{{- fail (printf "%d groups of a coordinator and %d shards take %d CPUs of Ray's account, and server.rayCpus and workers have %d; raise rayCpus or replicas of workers, or lower config.tensor-parallel-size or num-groups" (mul $server.replicas (index $config "num-groups" | default 1 | int)) $tp $all $cpus) -}}
 {{- end -}}
 {{- range $role := list "head" "server" -}}
 {{- $pods := eq $role "head" | ternary 1 ($server.replicas | int) -}}
@@ -100,10 +103,11 @@
 {{- fail (printf "%s.maxDisrupted is %d, but there is %d; use at most that" $role (get (get $values $role) "maxDisrupted" | int) $pods) -}}
 {{- end -}}
 {{- end -}}
-{{- range $setting := list "heartbeat-timeout" "step-timeout" -}}
-{{- $seconds := index $config $setting | default (get (dict "heartbeat-timeout" 60 "step-timeout" 10) $setting) -}}
+{{- $defaults := dict "heartbeat-timeout" 60 "step-timeout" 10 "recovery-timeout" 300 -}}
+{{- range $setting, $default := $defaults -}}
+{{- $seconds := index $config $setting | default $default -}}
 {{- if le ($server.livenessSeconds | float64) ($seconds | float64) -}}
-{{- fail (printf "server.livenessSeconds is %v, so that a server would be restarted before config.%s (%v s) has told what is wrong; use more" $server.livenessSeconds $setting $seconds) -}}
+{{- fail (printf "server.livenessSeconds is %v, so that a server would be restarted within config.%s (%v s), in which it may help itself; use more" $server.livenessSeconds $setting $seconds) -}}
 {{- end -}}
 {{- end -}}
 {{- else if $values.workers -}}
