@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.batch.inputs import BatchInput
     from cluster.batch.results import Results
     from cluster.batch.work import BatchWork
+    from cluster.report.output_file import OutputFile
 
 
 @with_settings(EngineArgs)
@@ -105,15 +106,7 @@ def batch(
     run = _Run(config, settings.args, source, executor, max_in_flight)
     if isinstance(plan, StreamPlan):
         with plan.open(source) as (results, output):
-            num_failed = run.answer(
-                results,
-                num_done=0,
-                ended_early=lambda: (
-                    f"ended early: {output.num_lines} rows are in {output.where}"
-                    if output.num_lines
-                    else "ended early, without a row"
-                ),
-            )
+            num_failed = run.stream(results, output)
     else:
         with plan.open(source, settings=answer_settings(config), restart=restart) as work:
             num_failed = run.go_on(work, retry_failed=retry_failed)
@@ -156,29 +149,37 @@ class _Run:
             _tell(note)
         if num_left:
             _tell(f"going on: {num_left} rows are there from earlier runs (journal: {work.journal_path})")
-        num_failed = self.answer(
-            work,
-            num_done=num_left,
-            ended_early=lambda: (
-                f"ended early: {work.num_done} rows are done; the same command goes on from there "
-                f"({work.rows_path} holds them)"
-                if work.num_done
-                else "ended early, without a row"
-            ),
-        )
+        try:
+            num_failed = self.answer(work)
+            work.finish()
+        except BaseException:
+            if work.num_done:
+                _tell(
+                    f"ended early: {work.num_done} rows are done; the same command goes on from there "
+                    f"({work.rows_path} holds them)"
+                )
+            raise
         if work.num_changed:
             more = ", ..." if len(work.changed) < work.num_changed else ""
             _tell(
                 f"{work.num_changed} rows ask for something else than before under the same custom_id, and "
                 f"were answered anew: {', '.join(work.changed)}{more}"
             )
-        work.finish()
         if num_failed:
             _tell(f"failed rows: {num_failed}, also in {work.errors.name}")
         return num_failed
 
-    def answer(self, results: "Results", *, num_done: int, ended_early: Callable[[], str]) -> int:
-        """Returns the number of failed rows. ended_early: what to say where this did not come to its end."""
+    def stream(self, results: "Results", output: "OutputFile") -> int:
+        """Answer all rows into an output that no run can go on with. Returns the number of failed rows."""
+        try:
+            return self.answer(results)
+        except BaseException:
+            if output.num_lines:
+                _tell(f"ended early: {output.num_lines} rows are in {output.where}")
+            raise
+
+    def answer(self, results: "Results") -> int:
+        """Returns the number of failed rows."""
         from cluster.answering.engine import start_engine
         from cluster.batch import run_batch
         from cluster.frontend.front_end import ModelFrontend
@@ -196,21 +197,17 @@ class _Run:
             )
         start_up_s = progress.elapsed_s
         start_s = time.monotonic()
-        try:
-            with closing(engine), progress_bar("Rows", self._num_rows, in_logs=True) as bar:
-                summary = run_batch(
-                    self._source.rows(),
-                    results,
-                    engine=engine,
-                    frontend=frontend,
-                    max_in_flight=self._max_in_flight,
-                    seed=self._config.seed,
-                    on_row=lambda was_asked: bar.advance(timed=was_asked),
-                )
-                elapsed_s = time.monotonic() - start_s
-        except BaseException:
-            _tell(ended_early())
-            raise
+        with closing(engine), progress_bar("Rows", self._num_rows, in_logs=True) as bar:
+            summary = run_batch(
+                self._source.rows(),
+                results,
+                engine=engine,
+                frontend=frontend,
+                max_in_flight=self._max_in_flight,
+                seed=self._config.seed,
+                on_row=lambda was_asked: bar.advance(timed=was_asked),
+            )
+            elapsed_s = time.monotonic() - start_s
         _tell_summary(summary, elapsed_s=elapsed_s, start_up_s=start_up_s)
         return summary.num_failed
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import stat
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -425,3 +426,42 @@ def test_how_far_it_is(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen[2].run, seen[2].state) == (2, "running")
     whole = read_progress(batch.plan.journal)
     assert (whole.state, whole.num_rows, whole.num_done, whole.num_failed) == ("whole", 7, 7, 3)
+
+
+def test_ten_times_the_rows_take_no_more_memory_than_their_names(
+    tmp_path: Path, frontend: ModelFrontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first row is the last to end, and all others wait for it. (The scripted engine ends the
+    newest first.)"""
+    monkeypatch.setattr("cluster.batch.window.MAX_ROWS", 20)
+    row_bytes = 8_000
+
+    def peak_bytes(num_rows: int) -> int:
+        def rows() -> Iterator[InputRow]:
+            for i in range(num_rows):
+                body = {"prompt": [3, 7], "user": "x" * row_bytes, "max_tokens": 60 if i == 0 else 1}
+                row = {"custom_id": str(i), "url": "/v1/completions", "body": body}
+                yield InputRow(line=json.dumps(row), place=f"line {i}")
+
+        def answer(request: Request) -> Answer:
+            engine.submitted.clear()
+            return (5,)
+
+        engine = ScriptedEngine(answer)
+        batch = Batch(tmp_path, frontend, f"{num_rows}.jsonl")
+        with batch.open() as work:
+            work.begin(num_rows=None)
+            tracemalloc.start()
+            try:
+                run_batch(rows(), work, engine=engine, frontend=frontend, max_in_flight=2)
+                work.finish()
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+        assert batch.out.read_bytes().count(b"\n") == num_rows
+        return peak
+
+    peak_bytes(10)  # imports
+    few, many = peak_bytes(50), peak_bytes(500)
+    assert many - few < 450 * 500, "of each row its name and place, not the row"
+    assert few > 20 * row_bytes, "a window of rows is in it"
