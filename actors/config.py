@@ -85,6 +85,7 @@ class GroupConfig:
     trace: bool = False
     """Record where the time of steps goes, on the coordinator and on every shard."""
     log_level: str = "info"
+    log_format: str = "text"
     log_dir: str | None = None
     """Of the processes' log files; None: the state folder of each node's user (actors.logs)."""
 

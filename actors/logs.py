@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.log_lines import FORMATTERS
 from kernels_integration.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -25,7 +26,6 @@ _MAX_FILE_BYTES = 64 * 2**20
 _NUM_OLDER_FILES = 3
 _RUN = re.compile(r"\d{8}-\d{6}-\d+")
 _OWN_LOGGERS = ("latentray", "cluster", "actors", "kernels_integration")
-_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s {process}: %(message)s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class LogSettings:
     """The name of its folder; see `new_run`."""
     level: str = "info"
     """One of LEVELS, for our own loggers; those of libraries start at warning."""
+    format: str = "text"
+    """Of actors.log_lines: text or json."""
     parent: str | None = None
     """The folder of runs; None: `default_parent` of each node."""
 
@@ -76,7 +78,7 @@ def start_logging(settings: LogSettings, process: str) -> Path | None:
     it (None): no server fails for its log.
     """
     handler, folder = _handler(settings.folder, process)
-    handler.setFormatter(logging.Formatter(_FORMAT.format(process=process), "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(FORMATTERS[settings.format](process))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.WARNING)

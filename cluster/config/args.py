@@ -315,6 +315,13 @@ class EngineArgs(SettingsModel):
             group="Observation",
         ),
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Setting(
+            "How a line of a log looks: for people, or one JSON object.",
+            group="Observation",
+        ),
+    ] = "text"
     log_dir: Annotated[
         FilePath | None,
         Setting(

@@ -76,23 +76,31 @@ class RequestRecord:
             self._metrics.count_finished(finish, self._num_choices - len(self._finish_reasons))
         if not logger.isEnabledFor(logging.INFO):
             return
-        facts: dict[str, object] = {
-            "id": json.dumps(self._request_id[:MAX_SHOWN]),  # a client's: quoted, so that a line stays a line
+        facts: dict[str, str | int | float] = {
+            "id": self._request_id[:MAX_SHOWN],
             "finish": finish,
             "prompt_tokens": self._num_prompt_tokens,
             "cached_tokens": self._num_cached_tokens,
             "completion_tokens": sum(self._num_completion_tokens.values()),
         }
         if self._queue_s:
-            facts["queue_s"] = f"{self._queue_s:.3f}"
+            facts["queue_s"] = round(self._queue_s, 3)
         if self._first_at_s:
-            facts["first_token_s"] = f"{min(self._first_at_s.values()) - self._arrived_at_s:.3f}"
-        facts["total_s"] = f"{time.monotonic() - self._arrived_at_s:.3f}"
+            facts["first_token_s"] = round(min(self._first_at_s.values()) - self._arrived_at_s, 3)
+        facts["total_s"] = round(time.monotonic() - self._arrived_at_s, 3)
         if code is not None:
             facts["code"] = code
         if field:
-            facts["field"] = json.dumps(field[:MAX_SHOWN])
-        logger.info("%s", " ".join(f"{name}={value}" for name, value in facts.items()))
+            facts["field"] = field[:MAX_SHOWN]
+        words = " ".join(f"{name}={_in_words(name, value)}" for name, value in facts.items())
+        logger.info("%s", words, extra={"facts": facts})
+
+
+def _in_words(name: str, value: str | int | float) -> str:
+    """What comes from a client is quoted, so that a line stays a line."""
+    if name in ("id", "field"):
+        return json.dumps(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def launch_groups(
         )
     if config.log_dir is not None:
         check_writable(config.log_dir)
-    logs = LogSettings(run=new_run(), level=config.log_level, parent=config.log_dir)
+    logs = LogSettings(run=new_run(), level=config.log_level, format=config.log_format, parent=config.log_dir)
     groups: list[RunningGroup] = []
     try:
         for number in range(num_groups):

@@ -1,31 +1,38 @@
 """Log files that outlive their process, what they hold, and how one terminal shows them."""
 
 import io
+import json
 import os
 import stat
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from actors.log_lines import JsonLines, TextLines
 from actors.logs import KEPT_DAYS, LogSettings, check_writable, default_parent, new_run, remove_old_runs
 from actors.stats import GroupStats
+from cluster.answering.group import Groups
 from cluster.cli.log_follower import LogFollower
+from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.request_record import RequestRecord
 from cluster.gateway.stats_log import stats_line
 from kernels_integration.errors import ConfigError
 
 PRELUDE = """
 import asyncio, faulthandler, logging, sys, threading
 from actors.logs import LogSettings, start_logging
-start_logging(LogSettings(run="20261130-120000-7", parent=sys.argv[1], level=sys.argv[2]), "shard 0")
+parent, level, log_format = sys.argv[1:]
+start_logging(LogSettings(run="20261130-120000-7", parent=parent, level=level, format=log_format), "shard 0")
 """
 
 
-def run_process(parent: Path, program: str, level: str = "info") -> tuple[str, str]:
+def run_process(parent: Path, program: str, level: str = "info", log_format: str = "text") -> tuple[str, str]:
     """What a process of ours leaves in its log file, and what it says on stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program, str(parent), level],
+        [sys.executable, "-c", PRELUDE + program, str(parent), level, log_format],
         capture_output=True,
         text=True,
         timeout=60,
@@ -45,6 +52,40 @@ def test_the_level_holds_for_our_own_loggers_and_libraries_start_at_warning(tmp_
         if name != "library" or level == 30
     ]
     assert " INFO shard 0: actors.x 20\n" in log
+
+
+def test_json_is_one_object_a_line_whatever_is_logged(tmp_path: Path) -> None:
+    program = """
+logger = logging.getLogger("latentray.access")
+logger.info("two\\nlines of %s \\udc80 \\u00e4", "words", extra={"facts": {"id": 'a"b\\n', "total_s": 0.25}})
+logger.warning("a fact of a reserved name", extra={"facts": {"level": "high", "path": threading}})
+try: 1 / 0
+except ZeroDivisionError: logger.exception("division")
+"""
+    log, _ = run_process(tmp_path, program, log_format="json")
+    first, second, third = (json.loads(line) for line in log.splitlines())
+    assert list(first) == ["time", "level", "process", "logger", "message", "id", "total_s"]
+    assert datetime.fromisoformat(first["time"]).utcoffset() == timedelta(0)
+    assert first["message"] == "two\nlines of words \udc80 \u00e4"
+    assert (first["level"], first["process"], first["logger"]) == ("info", "shard 0", "latentray.access")
+    assert (first["id"], first["total_s"]) == ('a"b\n', 0.25)
+    assert second["level"] == "warning"
+    assert "ZeroDivisionError" in third["exception"]
+
+
+def test_a_request_tells_the_same_facts_in_words_and_in_json(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = GatewayMetrics(Groups([]), "model", 64)
+    with caplog.at_level("INFO", logger="latentray.access"):
+        RequestRecord('r "7"\n', metrics).ended("invalid_request", "top_p")
+    [record] = caplog.records
+    facts = json.loads(JsonLines("gateway").format(record))
+    assert (facts["id"], facts["code"], facts["field"]) == ('r "7"\n', "invalid_request", "top_p")
+    assert (facts["prompt_tokens"], facts["finish"]) == (0, "error")
+    assert isinstance(facts["total_s"], float)
+    words = record.getMessage()
+    assert r'id="r \"7\"\n" finish=error prompt_tokens=0' in words
+    assert f"total_s={facts['total_s']:.3f} code=invalid_request" in words
+    assert TextLines("gateway").format(record).count("\n") == 0
 
 
 def test_a_folder_of_logs_is_its_users_alone(tmp_path: Path) -> None:
