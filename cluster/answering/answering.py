@@ -133,7 +133,7 @@ class Answering:
         num_left = [len(sequences)]
         num_unread = len(sequences)
         try:
-            group = await self.groups.find(self._patience_s)
+            group = await self.groups.find(requests[0], self._patience_s)
             for sequence in sequences:
                 submit(sequence, group)
             while num_unread:
@@ -167,7 +167,7 @@ class Answering:
                 f"was lost too: {error}"
             ) from error
         try:
-            return await self.groups.find(math.inf)
+            return await self.groups.find(sequence.request, math.inf)
         except UnavailableError:
             raise error from None
 

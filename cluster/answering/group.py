@@ -3,12 +3,12 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from actors.requests import Request, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
-from cluster.answering.routing import GroupSnapshot, least_loaded
+from cluster.answering.routing import GroupSnapshot, SeenPrompts, beginnings_of, best_group
 from kernels_integration.errors import UnavailableError
 
 _LOOK_S = 0.02
@@ -63,6 +63,9 @@ class Groups:
     def __init__(self, members: Iterable[Group]) -> None:
         self._members = tuple(members)
         self._num_sequences: Counter[Group] = Counter()
+        self._seen = {group: SeenPrompts() for group in self._members}
+        self._epochs: Counter[Group] = Counter()
+        """Whose shards have seen the prompts."""
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self._members)
@@ -87,28 +90,39 @@ class Groups:
         ]
         return "; ".join(unhealthy) if unhealthy else self._members[0].message
 
-    def choose(self) -> Group:
-        """The healthy group with the least load. Errors: UnavailableError."""
-        chosen = least_loaded([self._snapshot(group) for group in self._members])
+    def choose(self, request: Request) -> Group:
+        """The healthy group that is best for a request: see `routing`. Errors: UnavailableError."""
+        if len(self._members) == 1:
+            [only] = self._members
+            if not only.healthy:
+                raise UnavailableError(self.message)
+            return only
+        beginnings = beginnings_of(request.prompt_token_ids, request.cache_salt)
+        chosen = best_group([self._snapshot(group, beginnings) for group in self._members])
         if chosen is None:
             raise UnavailableError(self.message)
+        self._seen[self._members[chosen]].add(beginnings)
         return self._members[chosen]
 
-    def _snapshot(self, group: Group) -> GroupSnapshot:
-        stats = group.stats or GroupStats()
+    def _snapshot(self, group: Group, beginnings: Sequence[int]) -> GroupSnapshot:
+        stats, seen = group.stats or GroupStats(), self._seen[group]
+        if stats.epoch != self._epochs[group]:
+            self._epochs[group] = stats.epoch
+            seen.clear()
         return GroupSnapshot(
             healthy=group.healthy,
             num_own=self._num_sequences[group],
             num_reported=stats.running + stats.waiting,
             kv_usage=stats.num_used_blocks / max(stats.num_kv_blocks, 1),
+            overlap=seen.overlap(beginnings),
         )
 
-    async def find(self, patience_s: float) -> Group:
+    async def find(self, request: Request, patience_s: float) -> Group:
         """As `choose`; while none can answer and some recover, wait for so long. Errors: UnavailableError."""
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
-                return self.choose()
+                return self.choose(request)
             except UnavailableError:
                 is_in_vain = not any(group.is_recovering for group in self._members)
                 if is_in_vain or time.monotonic() >= deadline_s:

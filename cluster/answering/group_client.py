@@ -127,8 +127,10 @@ class GroupClient:
 
     def move(self, request_address: str) -> None:
         """The coordinator has a successor there. What ran on the old one has ended, or ends now."""
+        if self._socket is None:  # it has yet to connect, or was closed
+            self.request_address = request_address
+            return
         self._fail(f"the coordinator at {self.request_address} has a successor")
-        assert self._socket is not None, "it was connected"
         self._socket.disconnect(self.request_address)
         self.request_address = request_address
         self._socket.connect(request_address)

@@ -16,6 +16,7 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway import GatewayServer, server
 from tests.gateway.conftest import CHECKPOINT, Serve
 from tests.support.loop_group import LoopGroup, endless, eventually
+from tests.support.scripted_coordinator import request as scripted_request
 from tests.support.scripted_group import ScriptedGroup, update
 
 pytestmark = pytest.mark.gateway
@@ -213,10 +214,10 @@ async def test_requests_go_to_the_healthy_group_that_has_fewest(config: GroupCon
     answering = Answering(groups)
     groups[1].healthy, groups[1].message = False, "shard 0 is lost"
     assert answering.groups.healthy
-    assert answering.groups.message == "shard 0 is lost"
+    assert answering.groups.message == "group 1: shard 0 is lost"
     chosen = []
     for num_sequences in (2, 1, 1, 3):
-        group = answering.groups.choose()
+        group = answering.groups.choose(scripted_request("r"))
         answering.groups.took(group, num_sequences)
         chosen.append(groups.index(group))
     assert chosen == [0, 2, 2, 0]
