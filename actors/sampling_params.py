@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def rule(self) -> str:
-        return self.kind.rule + (f", or None for {self.none}" if self.none else "")
+        return self.kind.rule + (f", or left out for {self.none}" if self.none else "")
 
     def checked(self, value: Any) -> Any:
         """The legal value in its one form. Errors: InvalidRequestError: name, value, rule."""

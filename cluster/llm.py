@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias, cast
 
 from actors.sampling_params import SamplingParams
 from actors.stats import GroupStats
-from cluster.answering.engine import Engine, Executor, Progress, start_engine
+from cluster.answering.engine import Engine, Executor, Progress, check_executor, start_engine
 from cluster.config import EngineArgs, load_settings
 from cluster.config.resolve import resolve
 from cluster.frontend.front_end import ModelFrontend
@@ -43,6 +43,7 @@ class LLM:
         progress: Progress | None = None,
         **settings: Any,
     ) -> None:
+        check_executor(executor)
         args = load_settings(EngineArgs, {"model": model} | settings, config_file=config).args
         self.group_config = resolve(args)
         self.frontend = ModelFrontend.of_group(self.group_config)

@@ -10,10 +10,13 @@ MAX_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """The value as messages quote it: its repr, a tuple as a list, with the middle left out of a long one.
+    """The value as messages quote it: its repr, with the middle left out of a long one; null, true, false and
+    lists as JSON has them, since most values come from there.
 
     Quick for any length.
     """
+    if value is None or isinstance(value, bool):
+        return kind_of(value)
     half = MAX_SHOWN // 2
     if isinstance(value, str | bytes | list | tuple) and len(value) > MAX_SHOWN:
         return f"{_repr(value[:half])[:half]}...{_repr(value[-half:])[-half:]}"
@@ -27,6 +30,23 @@ def _repr(value: object) -> str:
         return repr(list(value) if isinstance(value, tuple) else value)
     except ValueError:  # an int of more digits than Python writes
         return f"a {type(value).__name__} too large to show"
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in words that hold for Python and JSON: 'null', 'a list', 'an object'."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    kinds: tuple[tuple[type, str], ...] = (
+        (str, "a text"),
+        (int, "a number"),
+        (float, "a number"),
+        (list, "a list"),
+        (tuple, "a list"),
+        (dict, "an object"),
+    )
+    return next((words for kind, words in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
 
 
 def shortened(text: str) -> str:

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kernels_integration.errors import CheckpointError, shown
+from kernels_integration.errors import CheckpointError, kind_of, shown
 
 MAX_FILE_BYTES = 2**24
 """Of a file without a limit of its own: configs, templates. Releases have a few KiB."""
@@ -95,7 +95,7 @@ class ModelFolder:
         except ValueError as error:
             raise CheckpointError(f"{file} cannot be read as JSON: {error}") from None
         if not isinstance(value, dict):
-            raise CheckpointError(f"{file} holds a {type(value).__name__}; it must hold one JSON object")
+            raise CheckpointError(f"{file} holds {kind_of(value)}; it must hold one JSON object")
         fault = _fault(value)
         if fault is not None:
             raise CheckpointError(f"{file} cannot be read as JSON: {fault}")

@@ -156,6 +156,12 @@ async def _cancelled(tasks: "set[asyncio.Task[None]]") -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
+def check_executor(executor: str) -> None:
+    """Errors: ConfigError for another name than those of Executor."""
+    if executor not in get_args(Executor):
+        raise ConfigError(f"executor is {executor!r}; it must be one of {', '.join(get_args(Executor))}")
+
+
 def start_engine(
     config: GroupConfig,
     *,
@@ -170,8 +176,7 @@ def start_engine(
     trace_file: written when the engine is closed, if config.trace.
     Errors: ConfigError for another executor; CheckpointError; ClusterTooSmallError, UnavailableError.
     """
-    if executor not in get_args(Executor):
-        raise ConfigError(f"executor is {executor!r}; it must be one of {', '.join(get_args(Executor))}")
+    check_executor(executor)
     from cluster.report.memory import require_memory
 
     require_memory(config, address="local" if executor == "inline" else address)

@@ -13,7 +13,7 @@ from cluster.openai.answers import error_body
 from cluster.openai.bodies import ENDPOINTS, Body, check_model, parse_body
 from cluster.openai.endpoints import whole_answer
 from cluster.outputs import OutputBuilder
-from kernels_integration.errors import InvalidRequestError, LatentrayError, shown
+from kernels_integration.errors import InvalidRequestError, LatentrayError, kind_of, shortened, shown
 
 MAX_ROW_BYTES = 16 * 2**20
 """As of a gRPC request: a prompt of a million token ids takes about 7 MiB of it. Longer rows are refused."""
@@ -64,6 +64,7 @@ def parse_row(row: KnownRow, frontend: ModelFrontend) -> Body:
     if isinstance(value, InvalidRequestError):
         raise value
     _field(value, "custom_id", str)
+    _refuse_unknown(value)
     method = value.get("method", "POST")
     if method != "POST":
         raise InvalidRequestError(f"method is {shown(method)}; it must be POST", field="method")
@@ -137,9 +138,23 @@ def _json_object(row: InputRow) -> dict[str, Any]:
         raise InvalidRequestError(f"{row.place} is not JSON: {error}", field="line") from error
     if not isinstance(value, dict):
         raise InvalidRequestError(
-            f"{row.place} holds a {type(value).__name__}; it must hold one JSON object", field="line"
+            f"{row.place} holds {kind_of(value)}; it must hold one JSON object", field="line"
         )
     return value
+
+
+_KEYS = ("custom_id", "method", "url", "body")
+
+
+def _refuse_unknown(row: dict[str, Any]) -> None:
+    """A parameter beside the body would have no effect."""
+    for name in row:
+        if name not in _KEYS:
+            raise InvalidRequestError(
+                f"{shown(name)} is no key of a row; they are {', '.join(_KEYS)}: put a request's parameters "
+                "into body",
+                field=shortened(name),
+            )
 
 
 def _field(row: dict[str, Any], name: str, kind: type) -> Any:

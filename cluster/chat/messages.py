@@ -7,7 +7,8 @@ here all four are the last.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kernels_integration.errors import InvalidRequestError, shown
+from cluster.frontend.token_checks import require_text
+from kernels_integration.errors import InvalidRequestError, kind_of, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -54,7 +55,7 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
     field = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
-            f"{field} is a {type(message).__name__}; it must be an object with role and content", field=field
+            f"{field} is {kind_of(message)}; it must be an object with role and content", field=field
         )
     role = message.get("role")
     if role not in ROLES:
@@ -70,6 +71,7 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
             f"{field}.content is {shown(message.get('content'))}; it must be text, or a list of text parts",
             field=f"{field}.content",
         )
+    require_text(content, f"{field}.content")
     if "tool_calls" in given:
         if not isinstance(given["tool_calls"], list):
             raise InvalidRequestError(
@@ -83,8 +85,8 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
 def _text_of_part(field: str, part: object) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    kind = f"a part of type {shown(part.get('type'))}" if isinstance(part, Mapping) else kind_of(part)
     raise InvalidRequestError(
-        f"{field}.content holds a part of type {shown(kind)}; only text parts are supported",
+        f"{field}.content holds {kind}; only text parts are supported",
         field=f"{field}.content",
     )

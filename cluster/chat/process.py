@@ -40,8 +40,10 @@ class TemplateProcess(BoundedProcess):
 
     def check(self, source: str) -> str | None:
         """What is wrong with a template, None if it compiles."""
-        error: str | None = self._ask({"source": source}).get("error")
-        return None if error is None else error.partition(": ")[2] or error
+        answer = self._ask({"source": source})
+        if "limit" in answer:
+            return f"cannot be compiled: {answer['limit']}"
+        return f"is no legal Jinja: {answer['error'].partition(': ')[2]}" if "error" in answer else None
 
     def render(
         self, source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
@@ -72,4 +74,8 @@ class TemplateProcess(BoundedProcess):
             why = (
                 f"its process ended (exit code {answer}), which at most {self.limits.memory_bytes} bytes have"
             )
-        return {"error": f"the model's chat template failed on these messages: {why}", "field": "messages"}
+        return {
+            "error": f"the model's chat template failed on these messages: {why}",
+            "field": "messages",
+            "limit": why,
+        }

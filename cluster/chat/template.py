@@ -16,7 +16,7 @@ class ChatTemplate:
     """One template. name: as the checkpoint calls it, for messages. process: where it runs."""
 
     def __init__(self, source: str, *, name: str = "default", process: TemplateProcess | None = None) -> None:
-        """Errors: CheckpointError when the template is no legal Jinja."""
+        """Errors: CheckpointError when the template does not compile."""
         self.source = source
         self._process = TemplateProcess() if process is None else process
         if len(source) > MAX_CHARACTERS:
@@ -25,7 +25,7 @@ class ChatTemplate:
             )
         problem = self._process.check(source)
         if problem is not None:
-            raise CheckpointError(f"the chat template {name} is no legal Jinja: {problem}")
+            raise CheckpointError(f"the chat template {name} {problem}")
 
     def render(
         self,

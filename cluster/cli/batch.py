@@ -17,6 +17,7 @@ from kernels_integration.errors import ConfigError
 
 if TYPE_CHECKING:
     from actors.config import GroupConfig
+    from cluster.answering.engine import check_executor
     from cluster.batch import BatchSummary
     from cluster.batch.inputs import BatchInput
     from cluster.batch.results import Results
@@ -97,6 +98,7 @@ def batch(
     from cluster.batch.plan import StreamPlan, plan_output
     from cluster.batch.settings import answer_settings
 
+    check_executor(executor)
     input_name = _only("--input", input_names, "pass a directory or a pattern such as 'rows/*.jsonl'")
     output_name = _only("--output", output_names, "copy the file afterwards")
     config = resolve(settings.args)

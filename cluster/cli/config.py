@@ -10,6 +10,7 @@ from cluster.cli.sections import SectionedCommand, SectionedGroup
 from cluster.cli.tables import print_table
 from cluster.config import ServeArgs, Settings
 from cluster.config.resolve import resolve
+from cluster.config.setting import declared
 from cluster.config.show import effective_settings
 
 app = typer.Typer(
@@ -29,7 +30,11 @@ def show(
         content = {s.name: {"value": s.value, "origin": s.origin} for s in shown}
         typer.echo(json.dumps(content, indent=2))
     else:
-        print_table(("setting", "value", "from"), [(s.name, s.value, s.origin) for s in shown])
+        defaults = {name: setting.default for name, setting in declared(ServeArgs).items()}
+        print_table(
+            ("setting", "value", "from"),
+            [(s.name, defaults[s.name] if s.value is None else s.value, s.origin) for s in shown],
+        )
 
 
 @app.command("schema", cls=SectionedCommand)

@@ -9,6 +9,7 @@ import typer
 from actors.config import GroupConfig
 from actors.requests import Request
 from actors.sampling_params import SamplingParams
+from cluster.answering.engine import check_executor, start_engine
 from cluster.cli.answer_printer import AnswerPrinter, print_json
 from cluster.cli.answers import Show, ask_engine, ask_server, frontend_of_server
 from cluster.cli.engine_flags import with_settings
@@ -67,6 +68,7 @@ def generate(
         raise ConfigError(f"{', '.join(hidden)} would not be shown; pass --json too, or leave it out")
     if settings.origins["seed"] != "default":
         sampling = sampling | {"seed": settings.args.seed}
+    check_executor(executor)
     template_kwargs = parse_template_kwargs(chat_template_kwargs, chat=chat)
     texts = read_texts(prompts or [])
     if server is not None:
@@ -97,8 +99,6 @@ def _answer_here(
     frontend: ModelFrontend,
     show: Show,
 ) -> None:
-    from cluster.answering.engine import start_engine
-
     with closing(ProgressLine()) as progress:
         progress("loading the model")
         engine = start_engine(

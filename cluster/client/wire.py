@@ -44,6 +44,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
 )
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
 _RANGES = {
     FieldDescriptor.TYPE_INT32: range(-(2**31), 2**31),
     FieldDescriptor.TYPE_UINT32: range(2**32),
@@ -58,8 +59,13 @@ _BY_STATUS: dict[grpc.StatusCode, type[LatentrayError]] = {
 
 
 def check_target(target: str) -> str:
-    """The target; gRPC itself logs and fails as an internal fault. Errors: ConfigError for a blank one."""
-    if not target.strip():
+    """The target; of a wrong one gRPC itself would only say that nobody answers. Errors: ConfigError.
+
+    Targets of gRPC with a scheme (unix:/path, dns:///host:port) are left to it.
+    """
+    host, _, port = target.rpartition(":")
+    is_address = bool(host.strip()) and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
+    if not is_address and not target.startswith(_SCHEMES):
         raise ConfigError(
             f"server is {target!r}; it must be HOST:PORT of a running server, such as 127.0.0.1:50051"
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 from actors.config import GroupConfig
 from cluster.config.args import EngineArgs
+from cluster.config.resolve import DEFAULT_KV_CACHE_MEMORY_BYTES
 from cluster.config.sources import Settings
 
 
@@ -27,7 +28,9 @@ def effective_settings(settings: Settings[EngineArgs], group: GroupConfig) -> li
         given = getattr(settings.args, field)
         value = given if field == "trace" else final.get(field, given)  # a group knows only whether
         origin = settings.origins[field]
-        if given in (None, "auto") and value != given:
+        if field == "kv_cache_memory_bytes" and settings.args.num_kv_blocks is None:
+            value = given or DEFAULT_KV_CACHE_MEMORY_BYTES
+        elif given in (None, "auto") and value not in (given, ()):
             origin = f"derived from {given}" if origin != "default" else "derived"
         shown.append(EffectiveSetting(name=field, value=value, origin=origin))
     return shown

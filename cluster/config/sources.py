@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from cluster.config.args import EngineArgs, ServeArgs
 from cluster.config.other_engines import refuse_foreign
 from cluster.config.setting import PREFIX, declared, flag_name
-from kernels_integration.errors import ConfigError, shown
+from kernels_integration.errors import ConfigError, kind_of, shown
 
 OTHER_VARIABLES = {
     "LATENTRAY_CONFIG": "the YAML file of settings that is read where --config is not given",
@@ -144,7 +144,7 @@ def _file_layer(path: Path) -> _Layer:
         content = {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"config file {path} holds a {type(content).__name__}; it must hold settings, "
+            f"config file {path} holds {kind_of(content)}; it must hold settings, "
             "one a line, such as tensor-parallel-size: 2"
         )
     values: dict[str, Any] = {}

@@ -36,7 +36,7 @@ from cluster.frontend.token_checks import (
 )
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.files import CONFIG
-from kernels_integration.errors import InvalidRequestError, shown
+from kernels_integration.errors import InvalidRequestError, kind_of, shown
 
 MAX_CACHE_SALT = 1024
 """Characters."""
@@ -207,7 +207,7 @@ class ModelFrontend:
         """Validated token ids of a prompt. Errors: InvalidRequestError."""
         if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
             raise InvalidRequestError(
-                f"prompt is a {type(prompt).__name__}; it must be text or a list of token ids", field="prompt"
+                f"prompt is {kind_of(prompt)}; it must be text or a list of token ids", field="prompt"
             )
         if len(prompt) == 0:
             raise InvalidRequestError(

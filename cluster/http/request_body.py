@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kernels_integration.errors import InvalidRequestError, OverloadedError, shown
+from kernels_integration.errors import InvalidRequestError, OverloadedError, kind_of, shown
 
 READ_TIMEOUT_S = 60.0
 """From the headers to the last byte."""
@@ -42,7 +42,7 @@ class BodyReader:
             raise InvalidRequestError(f"the body is not JSON: {error}", field="body") from error
         if not isinstance(found, dict):
             raise InvalidRequestError(
-                f"the body holds a {type(found).__name__}; it must hold one JSON object", field="body"
+                f"the body holds {kind_of(found)}; it must hold one JSON object", field="body"
             )
         return found
 

@@ -47,6 +47,15 @@ _STREAMING = frozenset({"stream", "stream_options"})
 NO_EFFECT = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 """Parameters that never change an answer."""
 
+_RULES = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "string_type": "text",
+}
+"""What pydantic says in words of Python."""
+
 TextBody = ChatBody | CompletionsBody
 """Of answers whose choices are texts or messages."""
 Body = TextBody | ResponsesBody
@@ -77,7 +86,8 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
         path = _path(first["loc"])
         if first["type"] == "missing":
             raise InvalidRequestError(f"{path} is missing; {url} needs it", field=path) from error
-        raise InvalidRequestError(f"{path} is {shown(first['input'])}; {first['msg']}", field=path) from error
+        value, rule = shown(first["input"]), _RULES.get(first["type"], first["msg"])
+        raise InvalidRequestError(f"{path} is {value}; it must be {rule}", field=path) from error
 
 
 def check_model(model: object, frontend: ModelFrontend) -> None:

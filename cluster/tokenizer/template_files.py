@@ -7,7 +7,7 @@ from typing import Any
 from cluster.chat.process import TemplateProcess
 from cluster.chat.template import ChatTemplate
 from cluster.tokenizer.files import TEMPLATE, TEMPLATE_JSON, TOKENIZER_CONFIG, TokenizerFiles
-from kernels_integration.errors import CheckpointError
+from kernels_integration.errors import CheckpointError, kind_of
 
 DEFAULT = "default"
 
@@ -39,7 +39,7 @@ def _sources_of(file: str, value: object) -> dict[str, str]:
     if isinstance(value, list) and all(map(_is_named, value)):
         return {entry["name"]: entry["template"] for entry in value}
     raise CheckpointError(
-        f"{file}: chat_template is a {type(value).__name__} of another form; it must be text, or a list of "
+        f"{file}: chat_template is {kind_of(value)} of another form; it must be text, or a list of "
         "objects with name and template"
     )
 

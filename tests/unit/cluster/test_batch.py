@@ -171,7 +171,12 @@ BAD_ROWS: list[tuple[str | bytes, str | None, str]] = [
     (row("a", prompt="word " * 99), "a", "max_model_len 64"),
     (row("a\ud800"), None, "custom_id is 'a\\ud800'; it must be text"),
     (row("a", prompt="x\ud800"), "a", "prompt holds '\\ud800' at character 1"),
-    (row("a", CHAT, messages=[{"role": "user", "content": "\udfff"}]), "a", "messages holds '\\udfff'"),
+    (
+        row("a", CHAT, messages=[{"role": "user", "content": "\udfff"}]),
+        "a",
+        "messages[0].content holds '\\udfff'",
+    ),
+    ('{"custom_id": "a", "url": "/v1/completions", "prompt": "x"}', "a", "'prompt' is no key of a row"),
     (row("a", prompt="x", stop="\ud800"), "a", "stop is '\\ud800'"),
     (row("a", prompt="x", bad_words=["\ud800"]), "a", "bad_words is ['\\ud800']"),
     (row("a", prompt="x", top_k=10**30), "a", "top_k is 1000000000000000000000000000000; it must be"),

@@ -442,3 +442,10 @@ def test_a_template_that_fails_on_marks_is_judged_by_the_text() -> None:
     assert render(source, [{"role": "user", "content": "0"}]) == "02"
     with pytest.raises(InvalidRequestError, match="of role system, is not in the prompt"):
         render(source, [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "0"}])
+
+
+def test_a_template_that_takes_too_long_to_compile_is_told_so() -> None:
+    """It may be legal Jinja."""
+    process = TemplateProcess(RenderLimits(seconds=0.05))
+    with pytest.raises(CheckpointError, match=r"default cannot be compiled: it takes more than 0\.05 s"):
+        ChatTemplate("{% if a %}" + "{{ a + b * c }}" * 15000 + "{% endif %}", process=process)

@@ -175,6 +175,10 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["generate", "x", "--server", ""], "server is ''; it must be HOST:PORT of a running server"),
         (["status", "--server", " "], "server is ' '; it must be HOST:PORT of a running server"),
+        (["status", "--server", "x:y"], "server is 'x:y'; it must be HOST:PORT of a running server"),
+        (["status", "--server", "localhost"], "server is 'localhost'; it must be HOST:PORT"),
+        (["status", "--server", "localhost:65536"], "it must be HOST:PORT"),
+        (["batch", "-i", "/nope.jsonl", "-o", "-", "--executor", "cloud"], "executor is 'cloud'"),
         (["batch", "-i", "/nope.jsonl", "-o", "-"], "--input /nope.jsonl cannot be read"),
     ],
 )

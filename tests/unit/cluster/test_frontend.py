@@ -11,7 +11,7 @@ import pytest
 from actors.sampling_params import SamplingParams
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
-from kernels_integration.errors import CheckpointError, InvalidRequestError
+from kernels_integration.errors import CheckpointError, InvalidRequestError, shown
 
 
 def make(
@@ -51,9 +51,9 @@ def test_text_gets_the_beginning_of_text_and_ids_are_taken_as_they_are(frontend:
         ([6144], "holds 6144; token ids of tiny-dsa are whole numbers from 0 to 6143"),
         ([-1], "holds -1"),
         ([1.0], "holds 1.0"),
-        ([True], "holds True"),
+        ([True], "holds true"),
         (["a"], "holds 'a'"),
-        (17, "prompt is a int"),
+        (17, "prompt is a number"),
         ([3] * 32, "max_model_len 32 leaves room for 31 and one new token"),
         ("word " * 40, "max_model_len 32"),
     ],
@@ -116,7 +116,7 @@ def test_every_end_that_a_file_names_ends_a_stream(
 def test_an_end_that_is_no_token_id(checkpoint: Path, file: str, ids: Any) -> None:
     config = json.loads((checkpoint / "config.json").read_text()) | {"eos_token_id": ids}
     (checkpoint / file).write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=re.escape(f"{file}: eos_token_id is {ids!r}; it must be")):
+    with pytest.raises(CheckpointError, match=re.escape(f"{file}: eos_token_id is {shown(ids)}; it must be")):
         make(checkpoint)
 
 
@@ -157,10 +157,10 @@ def test_chats_are_rendered_without_a_second_beginning(frontend: ModelFrontend) 
     [
         ([], "messages", "non-empty list"),
         ("Hi", "messages", "non-empty list"),
-        (["Hi"], "messages[0]", "is a str"),
-        ([{"content": "x"}], "messages[0].role", "role is None"),
+        (["Hi"], "messages[0]", "is a text"),
+        ([{"content": "x"}], "messages[0].role", "role is null"),
         ([{"role": "robot", "content": "x"}], "messages[0].role", "system, developer, user, assistant, tool"),
-        ([{"role": "user"}], "messages[0].content", "content is None"),
+        ([{"role": "user"}], "messages[0].content", "content is null"),
         ([{"role": "user", "content": 3}], "messages[0].content", "content is 3"),
         (
             [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}],

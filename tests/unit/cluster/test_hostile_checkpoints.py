@@ -157,7 +157,7 @@ def test_what_is_no_file_of_a_checkpoint_is_named(folder: Path, tmp_path: Path, 
     [
         ({"extra_special_tokens": 5}, "extra_special_tokens is 5; it must be a list of tokens"),
         ({"extra_special_tokens": [5]}, "extra_special_tokens is 5; it must be a text"),
-        ({"additional_special_tokens": [None]}, "additional_special_tokens is None; it must be a text"),
+        ({"additional_special_tokens": [None]}, "additional_special_tokens is null; it must be a text"),
         ({"added_tokens_decoder": []}, r"added_tokens_decoder is \[\]; it must be an object"),
         ({"added_tokens_decoder": {"x": "a"}}, "has the id 'x'; it must be a whole number"),
         ({"added_tokens_decoder": {"7" * 5000: "a"}}, "it must be a whole number"),

@@ -12,12 +12,13 @@ import typer
 from typer.testing import CliRunner
 
 import cluster
+from cluster.cli import main
 from cluster.cli.engine_flags import with_settings
 from cluster.config import EngineArgs, ServeArgs, Settings, load_settings
 from cluster.config.setting import Setting, declared
 from cluster.config.sizes import format_size, parse_size
 from cluster.config.values import Count
-from kernels_integration.errors import ConfigError
+from kernels_integration.errors import ConfigError, shown
 
 
 def load(given: dict[str, Any] | None = None, *, file: Path | None = None, **environ: str) -> Any:
@@ -111,7 +112,7 @@ def test_an_illegal_value_is_named_with_its_rule(field: str, value: Any, rule: s
     with pytest.raises(ConfigError) as caught:
         load({field: value})
     assert flag in str(caught.value)
-    assert repr(value) in str(caught.value)
+    assert shown(value) in str(caught.value)
     assert rule in str(caught.value)
     if isinstance(value, str) and value:
         with pytest.raises(ConfigError, match=f"environment LATENTRAY_{field.upper()}"):
@@ -264,3 +265,15 @@ def test_a_config_file_is_read_to_a_bound_and_may_be_a_pipe() -> None:
         assert load(file=Path(f"/dev/fd/{read}")).args.block_size == 8
     finally:
         os.close(read)
+
+
+def test_config_show_tells_the_kv_caches_size_that_is_in_force(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*flags: str) -> Any:
+        with pytest.raises(SystemExit) as ended:
+            main(["config", "show", "--json", *flags])
+        assert ended.value.code == 0
+        return json.loads(capsys.readouterr().out)["kv_cache_memory_bytes"]
+
+    assert told() == {"value": 512 * 2**20, "origin": "default"}
+    assert told("--kv-cache-memory-bytes", "1G")["value"] == 2**30
+    assert told("--num-kv-blocks", "64")["value"] is None

@@ -207,7 +207,7 @@ def test_a_named_template_is_used_as_transformers_does(bare: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is a int"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is a number"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', "objects with name and template"),
         ("chat_template.json", "[", "cannot be read as JSON"),
         ("chat_template.jinja", "{% if %}", "template default is no legal Jinja"),

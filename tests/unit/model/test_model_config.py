@@ -6,7 +6,7 @@ import pytest
 
 from actors.model.config import ModelConfig
 from actors.model.tensors import main_tensor_shapes, parameter_counts
-from kernels_integration.errors import CheckpointError
+from kernels_integration.errors import CheckpointError, shown
 from tests.support.random_checkpoint import BASE_CONFIG
 
 YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
@@ -62,7 +62,7 @@ def test_missing_path_file_instead_of_directory_and_no_config(tmp_path):
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v2", "kimi_k25", None, ["deepseek_v3"]])
 def test_unsupported_model_type_lists_the_supported(model_type):
     supported = "deepseek_v3, deepseek_v32, glm_moe_dsa, kimi_k2"
-    assert f"model_type {model_type!r} is not supported; supported: {supported}" in refusal(
+    assert f"model_type {shown(model_type)} is not supported; supported: {supported}" in refusal(
         model_type=model_type
     )
 
@@ -71,7 +71,7 @@ def test_every_wrong_field_is_named_at_once():
     message = refusal(hidden_size=None, q_lora_rank="96", n_group=True, rms_norm_eps=0, norm_topk_prob=1)
     assert "hidden_size is missing; it must be an integer >= 1" in message
     assert "q_lora_rank is '96'; it must be an integer >= 1" in message
-    assert "n_group is True" in message
+    assert "n_group is true" in message
     assert "rms_norm_eps is 0; it must be a number > 0" in message
     assert "norm_topk_prob is 1; it must be true or false" in message
 
@@ -82,7 +82,7 @@ def test_every_wrong_field_is_named_at_once():
         ({"rope_scaling": {"type": "linear", "factor": 4}}, "rope type 'linear' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type 'llama3'"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be null or a JSON object"),
-        ({"rope_scaling": {"type": "yarn"}}, "yarn's factor is None; it must be a number >= 1"),
+        ({"rope_scaling": {"type": "yarn"}}, "yarn's factor is null; it must be a number >= 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "yarn's factor is 0.5; it must be a number >= 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, "yarn's factor 1e+308 times original_max"),
         ({"rope_scaling": {"type": "yarn", "factor": 10**400}}, "it must be a number >= 1"),
@@ -113,7 +113,7 @@ def test_every_wrong_field_is_named_at_once():
         ({"index_topk_pattern": "SFF"}, "index_topk_pattern 'SFF': layer 0 would share a selection"),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "layer 0 would share a selection"),
         ({"index_topk_freq": 0}, "index_topk_freq is 0; it must be an integer >= 1"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size is None"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size is null"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: 'sigmoid'"),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1; it must be an integer >= 0"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; it must be one of bfloat16"),

@@ -329,7 +329,7 @@ def test_nan_among_the_fp8_values(fp8_path):
         ({**QUANTIZATION, "activation_scheme": "static"}, ["activation_scheme 'static'"]),
         ({**QUANTIZATION, "weight_block_size": [128]}, ["weight_block_size is [128]"]),
         ({**QUANTIZATION, "weight_block_size": [0, 128]}, ["weight_block_size is [0, 128]"]),
-        ({**QUANTIZATION, "weight_block_size": None}, ["weight_block_size is None", "per tensor or channel"]),
+        ({**QUANTIZATION, "weight_block_size": None}, ["weight_block_size is null", "per tensor or channel"]),
         ([], ["quantization_config is []; it must be an object"]),
     ],
 )
