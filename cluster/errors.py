@@ -16,6 +16,7 @@ EXIT_USAGE = 2
 EXIT_PARTLY_FAILED = 3
 EXIT_UNAVAILABLE = 4
 EXIT_INTERNAL = 5
+EXIT_HUNG_UP = 129
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 EXIT_CODES = {
@@ -24,6 +25,7 @@ EXIT_CODES = {
     EXIT_PARTLY_FAILED: "`batch`: done, but rows have failed; each has its error in the output",
     EXIT_UNAVAILABLE: "no server, cluster, memory or port to work with, or it was lost on the way",
     EXIT_INTERNAL: "a fault of latentray; please report it with the lines before",
+    EXIT_HUNG_UP: "ended by SIGHUP: its terminal is gone",
     EXIT_INTERRUPTED: "ended by Ctrl-C",
     EXIT_TERMINATED: "ended by SIGTERM",
 }

@@ -1,5 +1,13 @@
 """The command `latentray`."""
 
-from cluster.cli.main import main
+from collections.abc import Sequence
 
-__all__ = ["main"]
+from cluster.launch.signals import exit_on_signals
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; see cluster.cli.app. Signals end it also while what it needs is imported."""
+    exit_on_signals()
+    from cluster.cli import app
+
+    app.main(argv)

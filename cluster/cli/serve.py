@@ -82,7 +82,7 @@ seen late, because Ray's calls look for signals once a second."""
 
 
 def _stop_on_signals(clock: Callable[[], float] = time.monotonic) -> threading.Event:
-    """Set by the first SIGINT or SIGTERM; a second one, unless it comes with the first, ends the command."""
+    """Set by the first signal of ENDING; a second one, unless it comes with the first, ends the command."""
     stop = threading.Event()
     before = {number: signal.getsignal(number) for number in ENDING}
     first_s = 0.0
@@ -96,6 +96,7 @@ def _stop_on_signals(clock: Callable[[], float] = time.monotonic) -> threading.E
         elif callable(ending) and clock() - first_s >= _ONE_SIGNAL_S:
             ending(number, frame)
 
-    for number in ENDING:
-        signal.signal(number, handle)
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, handle)
     return stop

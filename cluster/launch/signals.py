@@ -1,17 +1,25 @@
 """Signals that end a command: when they may act, and what exit codes they give."""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
+"""Ctrl-C, a supervisor's request, and the end of the terminal."""
+
+
+def exit_on_signals() -> None:
+    """End at once, with the exit code of the signal: nothing has been started yet."""
+    for number in _heeded():
+        signal.signal(number, lambda number, _frame: os._exit(128 + number))
 
 
 def unwind_on_signals() -> list[int]:
-    """Unwind at SIGTERM as at Ctrl-C, so that what was started is stopped, with exit code 143 or 130.
+    """Unwind at SIGTERM and SIGHUP as at Ctrl-C, so that what was started is stopped.
 
     The list holds the signals that have come: where one interrupts a call of Ray's, Ray raises SystemExit(1)
     in the place of ours, and where one interrupts an import, that may be swallowed and show as any error.
@@ -24,15 +32,23 @@ def unwind_on_signals() -> list[int]:
             raise KeyboardInterrupt
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, unwind)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C
-        signal.signal(signal.SIGINT, unwind)
+    for number in _heeded():
+        signal.signal(number, unwind)
     return received
+
+
+def _heeded() -> list[signal.Signals]:
+    """Those of ENDING that act: a shell's background jobs ignore Ctrl-C, `nohup` the terminal's end."""
+    return [
+        number
+        for number in ENDING
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the block ends; a second one acts at once.
+    """Let the signals of ENDING wait until the block ends; a second one acts at once.
 
     For calls that are short and must not be left half done: Ray's C++ part aborts the process when its
     Python part unwinds in the middle. Does nothing in other threads than the main one, which gets no signals.

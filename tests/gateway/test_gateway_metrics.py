@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from typer.testing import CliRunner
 
 from actors.stats import GroupStats, PhaseTimes
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.client import AsyncClient
 from cluster.gateway import stats_log
 from kernels_integration.errors import ConfigError, OverloadedError
