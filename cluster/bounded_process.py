@@ -43,7 +43,7 @@ class BoundedProcess:
 
         Errors: TypeError, ValueError, RecursionError for a question that is no plain data; UnavailableError.
         """
-        body = json.dumps(question).encode()
+        body = json.dumps(question, ensure_ascii=False).encode()  # a lone surrogate is no text, and ends here
         with self._lock:
             try:
                 answer = self._exchange(len(body).to_bytes(_LENGTH_BYTES, "little") + body)

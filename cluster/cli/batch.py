@@ -17,7 +17,6 @@ from kernels_integration.errors import ConfigError
 
 if TYPE_CHECKING:
     from actors.config import GroupConfig
-    from cluster.answering.engine import check_executor
     from cluster.batch import BatchSummary
     from cluster.batch.inputs import BatchInput
     from cluster.batch.results import Results
@@ -94,6 +93,7 @@ def batch(
     row that fails gets an error row, and the exit code is 3. Until all rows are answered the output does not
     change, and the same command goes on where an earlier run has ended, however it did.
     """
+    from cluster.answering.engine import check_executor
     from cluster.batch.inputs import BatchInput
     from cluster.batch.plan import StreamPlan, plan_output
     from cluster.batch.settings import answer_settings

@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from tests.support.chart import Renderer, one
 
 _SHOW = f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "

@@ -12,7 +12,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from tests.support.chart import CHART, ROOT
 
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
