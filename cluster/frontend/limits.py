@@ -39,7 +39,7 @@ def with_fitting_length(
             raise InvalidRequestError(
                 f"{field} is {asked}; the prompt has {num_prompt_tokens} tokens, which leaves room for "
                 f"{room} of max_model_len {max_model_len}: use at most {room}, or shorten the prompt"
-                + ("; None is as many as fit" if field == "max_tokens" else ""),
+                + ("; left out, it is as many as fit" if field == "max_tokens" else ""),
                 field=field,
             )
     if params.max_tokens is None and default_max_tokens is not None:
