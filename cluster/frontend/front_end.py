@@ -321,6 +321,6 @@ class ModelFrontend:
 def _check_cache_salt(salt: object) -> None:
     if salt is not None and (not is_text(salt) or not 0 < len(salt) <= MAX_CACHE_SALT):  # type: ignore[arg-type]
         raise InvalidRequestError(
-            f"cache_salt is {shown(salt)}; it must be a text of 1 to {MAX_CACHE_SALT} characters, or left out",
+            f"cache_salt is {shown(salt)}; it must be text of 1 to {MAX_CACHE_SALT} characters, or left out",
             field="cache_salt",
         )

@@ -19,7 +19,7 @@ DRIVER = str(Path(__file__).parents[1] / "support" / "two_node_driver.py")
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[NetworkCluster]:
     # One node has room for the coordinator and two shards, the other for the other two.
-    with NetworkCluster(tmp_path, num_nodes=2, num_cpus=3) as cluster:
+    with NetworkCluster(tmp_path, num_cpus=(3, 3)) as cluster:
         yield cluster
 
 

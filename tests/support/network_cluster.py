@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -43,11 +44,11 @@ def missing_requirement() -> str | None:
 
 
 class NetworkCluster:
-    """Nodes 0 (the head) to num_nodes - 1, up inside `with`."""
+    """Nodes 0 (the head), 1, ..., up inside `with`. num_cpus: of each node."""
 
-    def __init__(self, folder: Path, *, num_nodes: int, num_cpus: int) -> None:
+    def __init__(self, folder: Path, *, num_cpus: Sequence[int]) -> None:
         self._folder = folder
-        self._num_nodes = num_nodes
+        self._num_nodes = len(num_cpus)
         self._num_cpus = num_cpus
         self._prefix = f"lr{os.getpid() % 10000}n"
         self._shells: list[subprocess.Popen[bytes]] = []
@@ -153,7 +154,8 @@ class NetworkCluster:
         result = subprocess.run(
             self._entered(
                 node, str(_RAY), "start", *role, f"--node-ip-address={self.address(node)}",
-                f"--num-cpus={self._num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
+                f"--num-cpus={self._num_cpus[node]}", "--object-store-memory=100000000",
+                "--disable-usage-stats",
             ),
             env=self._environment(),
             cwd="/",
