@@ -229,6 +229,17 @@ def test_probes_and_drain(documents: list[Document]) -> None:
         assert pod["terminationGracePeriodSeconds"] >= before + drain + 25
 
 
+def test_servers_drain_with_the_pods_that_they_need(documents: list[Document]) -> None:
+    """An upgrade sends SIGTERM to all pods at once; head and shards outlast the servers' grace period."""
+    for cluster in (d["spec"] for d in documents if d["kind"] == "RayCluster"):
+        server, *workers = (group["template"]["spec"] for group in cluster["workerGroupSpecs"])
+        for spec in [cluster["headGroupSpec"]["template"]["spec"], *workers]:
+            [container] = spec["containers"]
+            waits = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+            assert waits >= server["terminationGracePeriodSeconds"]
+            assert spec["terminationGracePeriodSeconds"] >= waits + 10
+
+
 def test_accelerators_are_asked_for(chart: Renderer) -> None:
     def of_server(values: dict[str, Any]) -> tuple[str | None, dict[str, Any], str]:
         cluster = one(chart.documents(values), "RayCluster")["spec"]

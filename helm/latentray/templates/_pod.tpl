@@ -55,7 +55,7 @@ imagePullSecrets:
 {{/*
 A pod template for KubeRay. dict:
 root; pod: the values of the role; component; labels: further ones; accelerator; data: mount the batch files;
-serves: runs serve.sh, with its ports and probes.
+serves: runs serve.sh, with its ports and probes; outlasts: ends after the servers, when all are ended together.
 */}}
 {{- define "latentray.rayPod" -}}
 {{- $root := .root -}}
@@ -85,6 +85,8 @@ spec:
   {{- if .serves }}
   # the sleep before SIGTERM, the drain, and the end of gateway, shards and the Ray node
   terminationGracePeriodSeconds: {{ add $pod.endpointSeconds $pod.drainSeconds 30 }}
+  {{- else if .outlasts }}
+  terminationGracePeriodSeconds: {{ add $root.Values.server.endpointSeconds $root.Values.server.drainSeconds 60 }}
   {{- end }}
   {{- with $pod.nodeSelector }}
   nodeSelector:
@@ -179,6 +181,12 @@ spec:
         preStop:
           exec:
             command: [/bin/sleep, {{ $pod.endpointSeconds | quote }}]
+      {{- else if .outlasts }}
+      lifecycle:
+        # An upgrade ends all pods at once: servers drain with the shards and the head that they need.
+        preStop:
+          exec:
+            command: [/bin/sleep, {{ add $root.Values.server.endpointSeconds $root.Values.server.drainSeconds 30 | quote }}]
       {{- end }}
       {{- $resources := deepCopy ($pod.resources | default dict) }}
       {{- with include "latentray.acceleratorResource" $accelerator }}

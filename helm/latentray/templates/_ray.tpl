@@ -7,14 +7,14 @@ num-gpus: "1"
 object-store-memory: "134217728"
 {{- end }}
 
-{{/* dict: root, component, data. */}}
+{{/* dict: root, component, data, outlasts. */}}
 {{- define "latentray.headGroup" -}}
 serviceType: ClusterIP
 rayStartParams:
   {{- include "latentray.rayStartParams" (dict "rayCpus" 0) | nindent 2 }}
   dashboard-host: 0.0.0.0
 template:
-  {{- include "latentray.rayPod" (dict "root" .root "pod" .root.Values.head "component" .component "data" .data) | nindent 2 }}
+  {{- include "latentray.rayPod" (dict "root" .root "pod" .root.Values.head "component" .component "data" .data "outlasts" .outlasts) | nindent 2 }}
 {{- end }}
 
 {{- define "latentray.clusterBasics" -}}
