@@ -1,5 +1,7 @@
 """Time of one sampling call, per kind of row: `python -m benchmarks.sampling` (one thread, one rank).
 
+As in a process of the native backend where a compiler is, by torch with --torch.
+
 Logits are Gaussian with deviation 4: over 6144 tokens an entropy of 3.2 nats and a 0.9 nucleus of 60 tokens
 (median), as the bundled checkpoint's over running text.
 """
@@ -17,6 +19,7 @@ from actors.shard.slot_rules import SlotRules
 from benchmarks import harness
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.logit_rules import LogitRules
+from kernels_integration.native.library import is_available
 from kernels_integration.sampling import SamplingRows, sample
 
 KINDS: dict[str, dict[str, float]] = {
@@ -106,8 +109,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 32, 128])
     parser.add_argument("--vocab-size", type=int, default=6144)
     parser.add_argument("--seconds", type=float, default=1.0, help="per cell")
+    parser.add_argument("--torch", action="store_true")
     args = parser.parse_args()
-    print(harness.machine())
+    is_native = not args.torch and is_available()  # which loads the compiled code
+    print(harness.machine(), "native" if is_native else "torch", sep=", ")
     torch.set_num_threads(1)
     print(f"us per call, vocabulary {args.vocab_size}, float32, one thread")
     print(f"{'rows':26}" + "".join(f"{num_rows:>10}" for num_rows in args.rows))

@@ -12,6 +12,8 @@ Leaving out tokens too far below the best (MAX_GUMBEL - MIN_GUMBEL = 26) before 
 pay: on the bundled checkpoint 97 % of the tokens lie within that at temperature 1, and 77 %, in 92 % of the
 blocks of four, at 0.7.
 
+In a process of the native backend compiled code does the same: 4 rows of 6144 take an eighth of the time.
+
 Shape legend: R rows, V tokens of the slice, K tokens that may win.
 """
 
@@ -20,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels_integration.native.library import loaded
 from kernels_integration.noise import gumbel, random_bits, uniform
 from kernels_integration.philox import Purpose
 
@@ -90,6 +93,9 @@ def gumbel_max(
 def _gumbel_max(
     scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose
 ) -> tuple[Scores, Tensor]:
+    compiled = _compiled(scaled, vocab_start, seed, position, purpose)
+    if compiled is not None:
+        return compiled
     bits = random_bits(seed, position, vocab_start, scaled.shape[1], purpose)
     peak = scaled.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(scaled.dtype).min)
     weight = (scaled - peak).exp_()
@@ -101,6 +107,25 @@ def _gumbel_max(
     best, token = best_per_row(row, score, column + vocab_start, scaled.shape[0])
     best.value.masked_fill_(peak.squeeze(1).isnan(), torch.nan)
     return best, token
+
+
+def _compiled(
+    scaled: Tensor, vocab_start: int, seed: Tensor, position: Tensor, purpose: Purpose
+) -> tuple[Scores, Tensor] | None:
+    """The same by compiled code; None where there is none, for another dtype, and where a row holds NaN."""
+    kernels = loaded() if scaled.device.type == "cpu" and scaled.dtype is torch.float32 else None
+    if kernels is None:
+        return None
+    num_rows, count = scaled.shape
+    scaled, seed, position = scaled.contiguous(), seed.contiguous(), position.contiguous()
+    score = torch.empty(2, num_rows, dtype=torch.float64)
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    value, rest = score.unbind()
+    failed = kernels.gumbel_max(
+        *(scaled.data_ptr(), num_rows, count, vocab_start, seed.data_ptr(), position.data_ptr()),
+        *(int(purpose), _SLACK, value.data_ptr(), rest.data_ptr(), tokens.data_ptr()),
+    )
+    return None if failed else (Scores(value, rest), tokens)
 
 
 def best_per_row(row: Tensor, score: Scores, token: Tensor, num_rows: int) -> tuple[Scores, Tensor]:

@@ -6,7 +6,7 @@
 #include "vectors.h"
 #include "products.h"
 
-enum { NO_MEMORY = -1, OUT_OF_RANGE = -2, TOO_MANY = -3 };
+enum { NO_MEMORY = -1, OUT_OF_RANGE = -2, HAS_NAN = -3 };
 
 /* What an operation's bits depend on beside its source: the order of sums follows the width of vectors. */
 int64_t lanes(void) { return LANES; }

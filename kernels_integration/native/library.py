@@ -24,7 +24,7 @@ _SIGNATURES: dict[str, tuple[object, str]] = {
     "experts": (ctypes.c_int, "piiiippippiiiipii"),
     "attend": (ctypes.c_int, "piiiiiiippipiipipfi"),
     "select_topk": (ctypes.c_int, "pipiipiipiiippippi"),
-    "contenders": (_I, "piiiippifippp"),
+    "gumbel_max": (ctypes.c_int, "piiippifppp"),
 }
 """Result, and arguments by letter: pointer, int64, float."""
 _TYPES = {"p": _P, "i": _I, "f": _F}
@@ -47,6 +47,11 @@ def library() -> SimpleNamespace:
         function.argtypes = [_TYPES[letter] for letter in arguments]
         functions[name] = function
     return SimpleNamespace(**functions)
+
+
+def loaded() -> SimpleNamespace | None:
+    """The functions, where this process has loaded them; builds nothing."""
+    return library() if library.cache_info().currsize else None
 
 
 def is_available() -> bool:

@@ -31,19 +31,27 @@ static void random_words(uint32_t *bits, int64_t first, int n, int64_t seed, int
     }
 }
 
-/* Tokens of rows scaled [n, count] that may win: their row, column and bits, at most `room`.
+/* s + gumbel in float64, and what the sum lost by rounding (Knuth's two-sum, of sums alone: nothing to contract). */
+static void score_of(float scaled, uint32_t bits, double *value_out, double *rest_out) {
+    double s = scaled, noise = -log(-log1p(-(((double)bits + 0.5) * 0x1p-32)));
+    double value = s + noise, noise_part = value - s;
+    *value_out = value;
+    *rest_out = isfinite(value) ? (s - (value - noise_part)) + (noise - noise_part) : 0.0;
+}
+
+/* The best of each row scaled [n, count]: its score and token, of equal ones the lower. HAS_NAN where a row has.
  *
- * Returns how many, or TOO_MANY where there are more or a row holds NaN. The rule and its slack are gumbel_max.py's. */
-int64_t contenders(const float *scaled, int64_t step, int64_t n, int64_t count, int64_t vocab_start,
-                   const int64_t *seeds, const int64_t *positions, int64_t purpose, float slack, int64_t room,
-                   int64_t *row_out, int64_t *column_out, int64_t *bits_out) {
-    int64_t skipped = vocab_start % 4, found = 0;
+ * Which tokens may win, and why the slack is enough, is gumbel_max.py's. */
+int gumbel_max(const float *scaled, int64_t n, int64_t count, int64_t vocab_start, const int64_t *seeds,
+               const int64_t *positions, int64_t purpose, float slack, double *values, double *rests,
+               int64_t *tokens) {
+    int64_t skipped = vocab_start % 4;
     int64_t padded = (skipped + count + 4 * BLOCKS_AT_ONCE - 1) / (4 * BLOCKS_AT_ONCE) * (4 * BLOCKS_AT_ONCE);
     uint32_t *bits = (uint32_t *)scratch(1, padded);
     float *ratios = scratch(2, count + LANES);
     if (!bits || !ratios) return NO_MEMORY;
     for (int64_t row = 0; row < n; row++) {
-        const float *scores = scaled + row * step;
+        const float *scores = scaled + row * count;
         for (int64_t block = 0; 4 * block < padded; block += BLOCKS_AT_ONCE)
             random_words(bits + 4 * block, vocab_start / 4 + block, BLOCKS_AT_ONCE, seeds[row], positions[row],
                          (uint32_t)purpose);
@@ -59,10 +67,10 @@ int64_t contenders(const float *scaled, int64_t step, int64_t n, int64_t count, 
         float peak = -3.4028234e38f;
         for (int lane = 0; lane < LANES; lane++) {
             peak = highest[lane] > peak ? highest[lane] : peak;
-            if (is_nan[lane]) return TOO_MANY;
+            if (is_nan[lane]) return HAS_NAN;
         }
         for (int64_t j = i; j < count; j++) {
-            if (scores[j] != scores[j]) return TOO_MANY;
+            if (scores[j] != scores[j]) return HAS_NAN;
             peak = scores[j] > peak ? scores[j] : peak;
         }
         vec least = all(INFINITY);
@@ -80,13 +88,18 @@ int64_t contenders(const float *scaled, int64_t step, int64_t n, int64_t count, 
         }
         double bound = (double)rho * (1.0 + slack);
         float latest = (float)(-log1p(-(bound < 1.0 ? bound : 1.0)) * (1.0 + slack));
+        values[row] = rests[row] = -INFINITY;
+        tokens[row] = INT64_MAX;
         for (i = 0; i < count; i++) {
             if (!(ratios[i] <= latest)) continue;
-            if (found == room) return TOO_MANY;
-            row_out[found] = row;
-            column_out[found] = i;
-            bits_out[found++] = mine[i];
+            double value, rest;
+            score_of(scores[i], mine[i], &value, &rest);
+            if (tokens[row] != INT64_MAX && (value < values[row] || (value == values[row] && rest <= rests[row])))
+                continue;
+            values[row] = value;
+            rests[row] = rest;
+            tokens[row] = vocab_start + i;
         }
     }
-    return found;
+    return 0;
 }

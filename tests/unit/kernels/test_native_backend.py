@@ -6,12 +6,14 @@ import sys
 import pytest
 import torch
 
+from kernels_integration import gumbel_max as gumbel_max_module
 from kernels_integration.backend import Routing
 from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_formats import StoredVectors
-from kernels_integration.native.library import is_available
+from kernels_integration.native.library import is_available, loaded
+from kernels_integration.philox import Purpose
 from kernels_integration.reference.backend import TorchBackend
 from kernels_integration.rows import RowBatch, RowGroup
 from kernels_integration.weight import Weight
@@ -322,6 +324,44 @@ def test_what_is_not_finite_stays_so_and_in_its_row():
         assert out[[0, 1, 3, 4, 6, 7]].isfinite().all()
     huge = native.swiglu(torch.tensor([[-200.0, 200.0, 0.0, 1.0, 1.0, 1.0]]))
     assert huge.tolist() == [[0.0, 200.0, 0.0]]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize(("vocab_start", "count"), [(0, 6144), (5, 1001), (6147, 3), (1 << 18, 257)])
+def test_compiled_noise_draws_the_same_tokens(monkeypatch, spread, vocab_start, count):
+    NativeBackend(torch.float32)  # whose process has the compiled code
+    scaled = randn(40, count) * spread
+    scaled[1:, ::3] = -torch.inf
+    scaled[2] = -torch.inf
+    seed = torch.randint(-(1 << 62), 1 << 62, (40,), generator=GENERATOR)
+    position = torch.arange(40) * 10**8
+    assert loaded() is not None
+    for purpose in (Purpose.COUPLED, Purpose.BONUS):
+        compiled = gumbel_max_module.gumbel_max(scaled, vocab_start, seed, position, purpose)
+        with monkeypatch.context() as patch:
+            patch.setattr("kernels_integration.gumbel_max.loaded", lambda: None)
+            scores, tokens = gumbel_max_module.gumbel_max(scaled, vocab_start, seed, position, purpose)
+        assert torch.equal(compiled[1], tokens)
+        torch.testing.assert_close(compiled[0].value, scores.value, rtol=1e-14, atol=1e-14)
+        assert (compiled[0].rest.abs() <= 2**-52 * compiled[0].value.abs().nan_to_num(posinf=0.0)).all()
+
+
+def test_noise_of_nan_and_of_rows_without_a_finite_logit():
+    NativeBackend(torch.float32)
+    seed, position = torch.tensor([1, 2]), torch.tensor([3, 4])
+    scaled = randn(2, 4000)
+    scaled[1, 3999] = torch.nan
+    score, _ = gumbel_max_module.gumbel_max(scaled, 0, seed, position)
+    assert score.value[0].isfinite()
+    assert score.value[1].isnan()
+    nothing = torch.full((2, 4000), -torch.inf)
+    score, token = gumbel_max_module.gumbel_max(nothing, 7, seed, position)
+    assert (score.value == -torch.inf).all()
+    assert token.tolist() == [7, 7]
+    huge = torch.full((2, 40), 2.0**50)  # swallows the noise in float64: what is left over decides
+    _, token = gumbel_max_module.gumbel_max(huge, 0, seed, position)
+    _, plain = gumbel_max_module.gumbel_max(torch.zeros(2, 40), 0, seed, position)
+    assert token.tolist() == plain.tolist()
 
 
 PROGRAM = """
