@@ -4,6 +4,7 @@
 their names. What a name ends in tells the format: .parquet; else JSONL, decompressed for .gz and .zst.
 """
 
+import fnmatch
 import glob
 import os
 import stat
@@ -22,6 +23,7 @@ from cluster.batch.zstd import zstd_reader
 from kernels_integration.errors import ConfigError
 
 STANDARD = "-"
+_MARKS = frozenset("*?[")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Of the files that a directory stands for."""
 
@@ -32,6 +34,12 @@ class _Files(Protocol):
     def open(self, path: str) -> IO[bytes]: ...
 
     def is_dir(self, path: str) -> bool: ...
+
+    def is_pattern(self, path: str) -> bool: ...
+
+    def is_regular(self, path: str) -> bool:
+        """Whether it may be read more than once. Errors: OSError when it cannot be read at all."""
+        ...
 
     def names(self, folder: str) -> Sequence[str]:
         """Paths of the files in it; subfolders are left out."""
@@ -46,6 +54,15 @@ class _LocalFiles:
 
     def is_dir(self, path: str) -> bool:
         return os.path.isdir(path)
+
+    def is_pattern(self, path: str) -> bool:
+        return bool(_MARKS & set(path)) and not os.path.exists(path)
+
+    def is_regular(self, path: str) -> bool:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False  # a fifo must not be opened for a look: its writer would lose its reader
+        self.open(path).close()
+        return True
 
     def names(self, folder: str) -> Sequence[str]:
         return [entry.path for entry in os.scandir(folder) if not entry.is_dir()]
@@ -64,6 +81,13 @@ class _UrlFiles:
     def is_dir(self, path: str) -> bool:
         return bool(self._system.isdir(path))
 
+    def is_pattern(self, path: str) -> bool:
+        return bool(_MARKS & set(path))
+
+    def is_regular(self, path: str) -> bool:
+        self.open(path).close()
+        return True
+
     def names(self, folder: str) -> Sequence[str]:
         return [found["name"] for found in self._system.ls(folder, detail=True) if found["type"] == "file"]
 
@@ -73,7 +97,7 @@ class _UrlFiles:
 
 
 class BatchInput:
-    """What --input stands for; `rows` may be read any number of times, but of stdin once.
+    """What --input stands for. is_once: `rows` can be read once only: stdin, a fifo, a device.
 
     Errors, of all methods: ConfigError: nothing is there, or it cannot be read, at once or while it is.
     """
@@ -82,7 +106,9 @@ class BatchInput:
         self.name = name
         self._files: _Files = _LocalFiles()
         self.paths = [name]
-        if name == STANDARD:
+        self.is_once = name == STANDARD
+        self._is_pattern = False
+        if self.is_once:
             return
         path = name
         if is_url(name):
@@ -90,10 +116,6 @@ class BatchInput:
             self._files = _UrlFiles(system)
         with self._told(name):
             self.paths = self._found(path)
-
-    @property
-    def is_stdin(self) -> bool:
-        return self.name == STANDARD
 
     def rows(self) -> Iterator[InputRow]:
         """Rows that are not blank."""
@@ -104,9 +126,7 @@ class BatchInput:
 
     def count(self) -> int | None:
         """How many rows there are, for progress; None where that would consume them, or fetch them."""
-        if self.is_stdin or is_url(self.name):
-            return None
-        if not all(stat.S_ISREG(os.stat(path).st_mode) for path in self.paths):
+        if self.is_once or is_url(self.name):
             return None
         return sum(self._count(path) for path in self.paths)
 
@@ -118,10 +138,9 @@ class BatchInput:
             for path in self.paths:
                 if _is_same(path, target):
                     raise ConfigError(f"--output {target} would overwrite --input {path}; pass another file")
-            if os.path.isdir(self.name) and os.path.samefile(self.name, target.parent):
+            if self._would_stand_for(target):
                 raise ConfigError(
-                    f"--output {target} lies in the directory --input {self.name}, and would be read as "
-                    "rows; pass a file elsewhere"
+                    f"--input {self.name} would stand for --output {target}, too; pass a file elsewhere"
                 )
 
     def _found(self, path: str) -> list[str]:
@@ -133,22 +152,35 @@ class BatchInput:
                     f"move it away, or pass a pattern such as {self.name.rstrip('/')}/*.jsonl"
                 )
             paths = names
-        elif any(mark in path for mark in "*?[") and not (
-            isinstance(self._files, _LocalFiles) and os.path.exists(path)
-        ):
+        elif self._files.is_pattern(path):
+            self._is_pattern = True
             paths = list(self._files.fitting(path))
         else:
-            self._files.open(path).close()
+            self.is_once = not self._files.is_regular(path)
             return [path]
         if not paths:
             raise ConfigError(
                 f"--input {self.name} stands for no file; pass a file, a directory or a pattern"
             )
+        if once := [found for found in paths if not self._files.is_regular(found)]:
+            raise ConfigError(f"--input {self.name} stands for {once[0]}, which is no regular file")
         return sorted(paths)
+
+    def _would_stand_for(self, target: Path) -> bool:
+        """Whether a file there would be among those of the next run."""
+        if os.path.isdir(self.name):
+            return os.path.samefile(self.name, target.parent)
+        if not self._is_pattern:
+            return False
+        pattern = os.path.abspath(self.name)
+        if "**" in pattern:
+            return fnmatch.fnmatch(str(target), pattern.replace("**/", "*"))
+        folder, name = os.path.split(pattern)
+        return fnmatch.fnmatch(target.name, name) and fnmatch.fnmatch(os.path.dirname(target), folder)
 
     def _numbered(self, path: str) -> Iterator[tuple[str, bytes]]:
         with self._told(path):
-            if self.is_stdin:
+            if path == STANDARD:
                 yield from _lines(sys.stdin.buffer)
                 return
             with self._files.open(path) as file:

@@ -11,7 +11,7 @@ from cluster.batch.runner import run_batch
 from cluster.config import EngineArgs, load_settings
 from cluster.config.resolve import resolve
 from cluster.frontend.front_end import ModelFrontend
-from kernels_integration.errors import ConfigError
+from kernels_integration.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +77,8 @@ class Answers:
         rows = []
         for index, value in enumerate(batch[column]):
             body = self._body | _object(batch["body"][index] if "body" in batch else None)
+            if body.get("n") not in (None, 1):
+                raise ConfigError(f"n is {shown(body['n'])}; a row has one text: repeat it, with other seeds")
             body[column] = _plain(value)
             text = json.dumps(body, sort_keys=True, default=str)
             own = str(batch["custom_id"][index]) if "custom_id" in batch else digest(text.encode()).hex()

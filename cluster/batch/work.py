@@ -53,7 +53,9 @@ class BatchWork:
         self._store: RowStore | None = None
         self._num_rows: int | None = None
         self._num_failed = 0
+        self._num_done = 0
         self._by_id: dict[bytes, int] = {}
+        """Rows of earlier runs: those of this one need not be found."""
         self._runs = array("I")
         """By number in the store, as `_anonymous`: rows that no custom_id stands for."""
         self._anonymous: set[int] = set()
@@ -74,7 +76,7 @@ class BatchWork:
     @property
     def num_done(self) -> int:
         """Rows that are done, those of earlier runs among them."""
-        return len(self._by_id) + len(self._anonymous)
+        return self._num_done
 
     @property
     def is_whole(self) -> bool:
@@ -112,7 +114,9 @@ class BatchWork:
             start, size = record["start"], record["size"]
             if self._store.holds(start, size, record["crc"]):
                 self._store.note(start, size, key=bytes.fromhex(record["key"]), failed=record["failed"])
-                self._remember(record["custom_id"], record["run"])
+                self._runs.append(record["run"])
+                self._by_id[digest(record["custom_id"].encode())] = len(self._store) - 1
+        self._num_done = len(self._by_id)
         self._store.trim()
         self._journal.append(
             {
@@ -147,7 +151,12 @@ class BatchWork:
     def add(self, place: int, row: str, *, custom_id: str | None, key: bytes, failed: bool) -> None:
         start, size, checksum = self._rows.append(row, key=key, failed=failed)
         self._is_empty = False
-        number = self._remember(custom_id, self._run)
+        number = len(self._rows) - 1
+        self._runs.append(self._run)
+        if custom_id is None:
+            self._anonymous.add(number)
+        if not self._by_id or custom_id is None or digest(custom_id.encode()) not in self._by_id:
+            self._num_done += 1
         record = _record(custom_id, key, failed, self._run, start, size, checksum)
         self._num_failed += failed
         told = {"at": _now_s(), "done": self.num_done, "num_failed": self._num_failed, "rows": self._num_rows}
@@ -183,16 +192,6 @@ class BatchWork:
     def _rows(self) -> RowStore:
         assert self._store is not None, "begin comes first"
         return self._store
-
-    def _remember(self, custom_id: str | None, run: int) -> int:
-        """Of the newest row of the store; returns its number."""
-        number = len(self._rows) - 1
-        self._runs.append(run)
-        if custom_id is None:
-            self._anonymous.add(number)
-        else:
-            self._by_id[digest(custom_id.encode())] = number
-        return number
 
     def _sync(self) -> None:
         """Rows first: the journal tells of no row that is not there."""
@@ -265,6 +264,9 @@ def open_work(
     except OSError as error:
         raise ConfigError(f"the journal {journal_path} cannot be written: {error.strerror}") from error
     try:
+        if journal.settings != settings and not any("key" in record for record in journal.records()):
+            journal.settings = settings  # of a run that was killed before its first row
+            journal.replace(())
         _require_same(journal, settings, target)
         work = BatchWork(journal, rows_path, target, errors)
     except BaseException:

@@ -138,7 +138,7 @@ class _Run:
         """Answer what earlier runs have not, and make the output. Returns the number of failed rows."""
         from cluster.batch.rows import know
 
-        if work.is_whole and not self._source.is_stdin:
+        if work.is_whole and not self._source.is_once:
             whole = work.whole_already(know(row) for row in self._source.rows())
             if whole is not None and not (retry_failed and whole["failed"]):
                 _tell(

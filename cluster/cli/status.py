@@ -83,7 +83,8 @@ def _tell_of_batch(name: str, *, as_json: bool, watch: float | None) -> None:
     from cluster.batch.progress import read_progress
     from cluster.report.progress import duration
 
-    path = Path(name) if name.endswith(".journal") else Path(os.path.realpath(name) + ".journal")
+    beside = Path(os.path.realpath(name) + ".journal")
+    path = beside if beside.exists() or not os.path.exists(name) else Path(name)
     while True:
         progress = read_progress(path)
         if as_json:

@@ -4,8 +4,10 @@ import gzip
 import io
 import itertools
 import json
+import os
 import random
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -177,9 +179,24 @@ def test_what_is_read_is_not_written(tmp_path: Path) -> None:
     for source in (rows, tmp_path / "*.jsonl"):
         with pytest.raises(ConfigError, match="would overwrite --input"):
             BatchInput(str(source)).refuse_output([tmp_path / "new", link])
-    with pytest.raises(ConfigError, match="lies in the directory --input"):
-        BatchInput(str(tmp_path)).refuse_output([tmp_path / "new"])
-    BatchInput(str(rows)).refuse_output([tmp_path / "new"])
+    for source in (tmp_path, tmp_path / "*.jsonl", tmp_path / "**" / "*.jsonl"):
+        with pytest.raises(ConfigError, match=r"would stand for --output .*new\.jsonl, too"):
+            BatchInput(str(source)).refuse_output([tmp_path / "new.jsonl"])
+    for source in (rows, tmp_path / "i*.jsonl", tmp_path / "*.jsonl"):
+        BatchInput(str(source)).refuse_output([tmp_path / "new", tmp_path / "sub" / "new.jsonl"])
+
+
+def test_a_fifo_is_read_once_and_not_touched_before(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo.jsonl"
+    os.mkfifo(fifo)
+    source = BatchInput(str(fifo))
+    assert (source.is_once, source.count()) == (True, None)
+    writer = threading.Thread(target=lambda: fifo.write_bytes(LINES))
+    writer.start()
+    assert [row.place for row in source.rows()] == ["line 1", "line 4", "line 5"]
+    writer.join()
+    with pytest.raises(ConfigError, match="which is no regular file"):
+        BatchInput(str(tmp_path))
 
 
 def _peak_bytes(path: Path) -> int:

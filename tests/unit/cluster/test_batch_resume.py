@@ -293,6 +293,17 @@ def test_an_engine_that_is_lost_is_no_end(batch: Batch, undisturbed: bytes) -> N
     assert batch.out.read_bytes() == undisturbed
 
 
+def test_a_run_killed_before_its_first_row_binds_nobody(batch: Batch) -> None:
+    with batch.open() as work:
+        work.begin(num_rows=1)
+        for name in ("journal", "partial"):
+            shutil.copy(f"{batch.out}.{name}", batch.out.parent / name)
+    for name in ("journal", "partial"):
+        (batch.out.parent / name).rename(f"{batch.out}.{name}")
+    batch.run(settings=SETTINGS | {"dtype": "bfloat16"})
+    assert len(batch.rows()) == 7
+
+
 def test_nothing_done_leaves_nothing(batch: Batch) -> None:
     with pytest.raises(Killed):
         batch.run([row("a")], answer=answer_until(0))

@@ -437,3 +437,24 @@ def test_an_output_that_takes_no_more_is_no_fault_of_ours() -> None:
     closed = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(write_end)
     assert (closed.returncode, "Traceback" in closed.stderr) == (4, False), closed.stderr
+
+
+def test_status_tells_of_a_batch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    journal = tmp_path / "o.jsonl.journal"
+    records = (
+        {"journal": 1, "settings": {}},
+        {"run": 2, "at": 1.0, "rows": 400, "done": 10},
+        {"custom_id": "a", "run": 2, "at": 2.0, "rows": 400, "done": 11, "num_failed": 3},
+    )
+    journal.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"custom_id": "to')
+    for name in ("o.jsonl", "o.jsonl.journal"):
+        with pytest.raises(SystemExit) as ended:
+            main(["status", "--batch", str(tmp_path / name)])
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert "interrupted" in shown
+        assert "11 of 400, 3 failed" in shown
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--batch", str(tmp_path / "none")])
+    assert ended.value.code == 2
+    assert "none.journal cannot be read: No such file" in capsys.readouterr().err

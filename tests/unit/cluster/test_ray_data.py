@@ -65,6 +65,7 @@ def test_chats_and_bodies_as_ray_data_hands_them_over(answers: Answers) -> None:
         ({"prompt": objects("x"), "messages": objects("x")}, "it needs one of"),
         ([1], "a batch is a list"),
         ({"prompt": objects("x"), "body": objects("[1]")}, "a body is a list"),
+        ({"prompt": objects("x"), "body": objects('{"n": 2}')}, "n is 2; a row has one text"),
     ],
 )
 def test_batches_of_another_form_are_refused(answers: Answers, batch: object, words: str) -> None:
