@@ -270,7 +270,7 @@ def first_failure(fault: Fault | None, tests: str) -> str | None:
                 shutil.copy(source, folder / name)
         if fault is not None:
             plant(fault, folder)
-        options = ["-q", "-x", "-p", "no:cacheprovider", "--sample-seed", "planted", "-m", "not slow"]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "--sample-seed", "planted", "-m", "not alone"]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, tests],
             cwd=folder,

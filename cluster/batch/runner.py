@@ -180,31 +180,27 @@ class _Run:
     def _admit(self, place: int, row: InputRow) -> _Pending | None:
         known = know(row)
         custom_id: str | None = known.custom_id
-        request_id = f"row-{place + 1}"
+        request_id, is_taken = f"row-{place + 1}", False
         try:
             if custom_id is not None:
-                request_id = self._own_id(custom_id)
+                own = digest(custom_id.encode())
+                is_taken = own in self._custom_ids
+                if is_taken:
+                    raise InvalidRequestError(
+                        f"custom_id {shown(custom_id)} is taken by an earlier row; make each one unique",
+                        field="custom_id",
+                    )
+                self._custom_ids.add(own)
+                request_id = own.hex()
                 if (number := self._results.find(custom_id, known.key)) is not None:
                     self._num_failed += self._results.reuse(place, number)
                     self._on_row(False)
                     return None
             return self._pending(place, known, request_id, num_bytes=len(row.line))
         except LatentrayError as error:
-            taken = isinstance(error, _TakenIdError)
             failed = failed_row(error, custom_id=custom_id, request_id=request_id)
-            self._done(place, failed, None if taken else custom_id, known.key, failed=True)
+            self._done(place, failed, None if is_taken else custom_id, known.key, failed=True)
             return None
-
-    def _own_id(self, custom_id: str) -> str:
-        """The request id of a row. Errors: _TakenIdError."""
-        own = digest(custom_id.encode())
-        if own in self._custom_ids:
-            raise _TakenIdError(
-                f"custom_id {shown(custom_id)} is taken by an earlier row; make each one unique",
-                field="custom_id",
-            )
-        self._custom_ids.add(own)
-        return own.hex()
 
     def _pending(self, place: int, known: KnownRow, request_id: str, *, num_bytes: int) -> _Pending:
         """Errors: InvalidRequestError."""
@@ -273,7 +269,3 @@ class _Run:
             place, json.dumps(row, ensure_ascii=False), custom_id=custom_id, key=key, failed=failed
         )
         self._on_row(True)
-
-
-class _TakenIdError(InvalidRequestError):
-    """A custom_id that stands for an earlier row."""

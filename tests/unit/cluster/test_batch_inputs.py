@@ -209,6 +209,7 @@ def _peak_bytes(path: Path) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["i.jsonl", "i.jsonl.gz", "i.jsonl.zst"])
 def test_ten_times_the_rows_take_no_more_memory(tmp_path: Path, name: str) -> None:
     rng = random.Random(0)

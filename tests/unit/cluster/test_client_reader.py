@@ -193,6 +193,7 @@ def test_what_clients_get_is_what_was_parsed(tmp_path):
         load_tokenizer(folder)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_unpacks_to_gigabytes_is_refused():
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

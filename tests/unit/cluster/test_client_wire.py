@@ -49,6 +49,7 @@ class Failure(grpc.RpcError):
         self.trailing_metadata = lambda: trailing
 
 
+@pytest.mark.slow
 @given(st.builds(SamplingParams, **STRATEGIES))
 def test_parameters_survive_the_wire(params):
     request = wire.generate_request("r", [1, 2], params, stream=True)

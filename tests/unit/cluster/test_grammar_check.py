@@ -67,6 +67,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(
         assert caught.value.field == "structured_outputs"
 
 
+@pytest.mark.slow
 @needs_xgrammar
 def test_what_is_too_slow_or_too_large_to_compile_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "COMPILE_CPU_S", 0.3)
@@ -84,6 +85,7 @@ def test_what_is_too_slow_or_too_large_to_compile_is_refused_alone(monkeypatch: 
     narrow.close()
 
 
+@pytest.mark.slow
 @needs_xgrammar
 def test_a_process_that_was_killed_is_replaced(check: GrammarCheck) -> None:
     check.require_enforceable(StructuredOutputs.of(regex="a+"))
@@ -212,6 +214,7 @@ def test_a_value_that_is_no_constraint_is_refused(value: Any, words: str) -> Non
     assert caught.value.field == "structured_outputs"
 
 
+@pytest.mark.slow
 def test_spellings_of_one_constraint_are_equal() -> None:
     schema = {"type": "integer"}
     spellings = [{"json": schema}, {"json": '{ "type" : "integer" }'}, {"json": schema, "regex": None}]

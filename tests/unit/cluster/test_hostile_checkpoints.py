@@ -114,6 +114,7 @@ def mutated(rng: random.Random, content: bytes) -> bytes:
     return content[:at] + rng.randbytes(rng.randrange(1, 9)) + content[at:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(9))
 def test_any_damage_to_any_file_is_an_error_of_the_checkpoint(folder: Path, seed: int) -> None:
     """Every file in turn. Neither another exception nor a crash of the tokenizers library."""
@@ -189,6 +190,7 @@ def header(count: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -231,6 +233,7 @@ def test_a_config_of_another_model_is_not_built_to_be_measured(folder: Path) -> 
     assert "config.json describes another model than the weights: sizes are left out" in found.notes
 
 
+@pytest.mark.slow
 def test_a_user_sees_one_message_and_no_traceback(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"extra_special_tokens": 5}')
     command = [sys.executable, "-m", "cluster", "inspect", str(folder)]

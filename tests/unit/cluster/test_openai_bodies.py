@@ -411,6 +411,7 @@ def test_prompt_logprobs_have_no_place_in_a_stream(frontend: ModelFrontend) -> N
     assert refused.value.field == "prompt_logprobs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "is_behind"),
     [("<think>\n", True), ("<think>\n</think>", False), ("", False)],

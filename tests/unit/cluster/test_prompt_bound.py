@@ -88,6 +88,7 @@ def test_a_text_up_to_the_bound_is_judged_by_its_tokens(frontend):
         frontend.encode_prompt("a" * frontend.max_prompt_characters)
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_long_text_is_tokenised():
     """A thread that counts every millisecond is stopped for the whole time by `encode`."""
     text = "many words of a text " * 50_000

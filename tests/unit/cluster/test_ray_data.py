@@ -35,6 +35,7 @@ def test_columns_come_beside_those_that_were_there(answers: Answers) -> None:
     assert found["completion_tokens"][0] == 12
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_how_the_data_is_cut(answers: Answers) -> None:
     prompts = [f"The number {i} is" for i in range(4)]
     whole = answers({"prompt": objects(*prompts)})["text"]

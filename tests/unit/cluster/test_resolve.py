@@ -129,6 +129,7 @@ def with_mtp_modules(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("announced", "held", "default", "most", "lacking"),
     [(2, [0, 1], 3, 8, None), (2, [0], 0, 1, 7), (2, [1], 0, 0, 6), (5, [0, 1, 2], 3, 3, 9)],

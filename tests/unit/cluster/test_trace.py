@@ -45,6 +45,7 @@ def traced_run(path: Path, scheduling: str, *, tp: int = 1) -> dict[str, list[Ev
     return events_of(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_deferred_mode_chooses_a_step_while_the_shards_run_the_one_before(tmp_path: Path, tp: int) -> None:
     events = traced_run(tmp_path / "trace.json", "deferred", tp=tp)

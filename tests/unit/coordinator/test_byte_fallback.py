@@ -125,6 +125,7 @@ def test_a_run_of_bytes_waits_for_its_end_and_no_longer() -> None:
     assert detokenizer.finish() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     [

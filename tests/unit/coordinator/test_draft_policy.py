@@ -199,6 +199,7 @@ class _Clock:
         return self.now_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_in_the_coordinator(max_steps_in_flight) -> None:
     """Drafts of which a third hold, on a machine where rows are dear: k falls to 0; tokens stay the same."""

@@ -227,6 +227,7 @@ def _run(max_examples: int, steps: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_random_lives() -> None:
     _run(max_examples=60, steps=30)
 

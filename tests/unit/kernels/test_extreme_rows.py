@@ -101,6 +101,7 @@ def test_a_finite_logit_stays_one_under_every_penalty_and_temperature(dtype, tem
     assert found[1] == (1 if temperature in (0.0, 1.0) else NO_TOKEN)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(

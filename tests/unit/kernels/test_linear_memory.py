@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os
 from pathlib import Path
@@ -33,6 +35,7 @@ def growth_bytes(**variables: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_new_sizes_of_steps_do_not_grow_a_process_for_ever() -> None:
     unbounded = growth_bytes(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024", LRU_CACHE_CAPACITY="1024")
     bounded = growth_bytes()

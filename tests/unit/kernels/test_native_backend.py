@@ -375,6 +375,7 @@ except BuildError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "told"),
     [

@@ -42,6 +42,7 @@ def last_item_vanishes(plan: SparseMLAPlan, rejected: list[int]) -> bool:
     return any(lasts[row] + 1 - r < 1 for row, r in enumerate(rejected))
 
 
+@pytest.mark.slow
 @given(
     lens=st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=8),
     num_parts=st.sampled_from([None, 1, 2, 5, 16]),

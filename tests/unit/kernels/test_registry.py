@@ -134,6 +134,7 @@ def test_torch_without_a_gpu_says_so(monkeypatch):
     assert refusal("torch", CUDA) == "torch cannot be used: this machine's torch finds no GPU"
 
 
+@pytest.mark.slow
 def test_a_group_on_a_cpu_imports_no_kernels():
     code = (
         "import sys, actors.inline_group, cluster.cli; from kernels_integration import registry; "

@@ -135,6 +135,7 @@ def test_row_top_is_the_stable_sort(dtype):
         assert torch.equal(columns, expected.indices[:, :count])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 5.0, 60.0])
 def test_race_is_the_argmax_of_scores(spread, dtype):
@@ -177,6 +178,7 @@ def filter_cases(draw):
     return size, logits, top_k, top_p, min_p
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(filter_cases(), st.sampled_from([torch.float32, torch.float64]), st.integers(-(2**63), 2**63 - 1))
 @example((4, [0.5], 0, 1e-6, 0.0), torch.float32, 1)
@@ -340,6 +342,7 @@ SETTINGS = [
 LOGITS = torch.randn(25, generator=torch.Generator().manual_seed(11), dtype=torch.float64).mul_(1.5).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 @pytest.mark.parametrize("vary", ["position", "seed"])
 def test_tokens_follow_the_exact_distribution(options, vary):

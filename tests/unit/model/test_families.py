@@ -140,6 +140,7 @@ def run(path, ids, topology, dtype):
     return logits[:, :vocab_size], results[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.product(26)
 def test_float32_equals_transformers(path):
     reference = Reference(path)

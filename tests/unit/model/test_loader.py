@@ -400,6 +400,7 @@ def test_seconds_left():
     assert progress.state().seconds_left == 0
 
 
+@pytest.mark.slow
 def test_no_more_than_a_slice_is_held(tmp_path):
     """Reading half the columns of 32 MB takes half of it and tiles, in this process's own memory."""
     save_file({"w": torch.ones(4096, 4096, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")

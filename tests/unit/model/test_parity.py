@@ -22,6 +22,7 @@ def assert_equal_before_near_tie(ours, theirs, num_decided, *, at_least):
     assert difference.max() <= TOLERANCE, f"row {int(difference.argmax())} differs by {difference.max()}"
 
 
+@pytest.mark.slow
 # index_topk is 64: shorter, at, just beyond, far beyond.
 @pytest.mark.parametrize("length", [1, 9, 63, 64, 65, 66, 128, 310])
 def test_whole_prefill_equals_transformers(rank, reference, prompts, length):

@@ -78,6 +78,7 @@ def test_either_exchange_merges_attention(random_checkpoint, topology):
     assert_topology_agrees(random_checkpoint, prompts, topology, exchange="ag_rs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_random_checkpoint(random_checkpoint, topology):
     generator = torch.Generator().manual_seed(1)

@@ -57,6 +57,7 @@ class _Model:
         assert {t.device for t in tensors} == {DEVICE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "num_modules"), [(0, 0), (1, 1), (3, 1), (5, 3)])
 def test_nothing_leaves_the_device_before_the_report(k, num_modules, monkeypatch) -> None:
     read: list[str] = []

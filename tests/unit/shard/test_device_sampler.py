@@ -28,6 +28,7 @@ ROW = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(
     st.lists(ROW, min_size=1, max_size=5),

@@ -113,6 +113,7 @@ def build(place: RenewableCollectives) -> Shard:
     return shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", [[3], [31], [200, 50, 7]])
 def test_streams_do_not_show_at_which_operation_a_peer_died(
     undisturbed: dict[str, list[int]], deaths: list[int]

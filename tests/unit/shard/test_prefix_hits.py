@@ -49,6 +49,7 @@ def kv_of(shard: LoneShard, blocks: Sequence[int]) -> list[Tensor]:
     return [vectors.gather(slots, torch.float64) for vectors in shard.shard._cache.latents]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_hit", [4, 8, 16])
 def test_every_chunking_of_a_prefix_hit_writes_the_undisturbed_kv(config: GroupConfig, num_hit: int) -> None:
     shard = LoneShard(config)

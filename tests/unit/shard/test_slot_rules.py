@@ -53,6 +53,7 @@ def admission(slot: int, spec: SamplingSpec, history: list[int], prompt_len: int
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     requests=st.lists(
