@@ -141,7 +141,7 @@ def _set(values: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
 
 
 BASES = [
-    *(dict(values_of(case)) for case in CASES),
+    *(dict(values_of(case)) for case in reversed(CASES)),
     *({kind: {"enabled": True, "parentRefs": [{"name": "g"}]}} for kind in ("httpRoute", "grpcRoute")),
     {"ingress": {"enabled": True, "host": "h"}},
 ]

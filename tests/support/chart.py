@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ class Renderer:
     def __init__(self) -> None:
         self._binary = os.environ.get("HELM_BINARY")
         self._chart = Chart.load(CHART)
+        self._documents: dict[str, bytes] = {}
 
     def text(self, values: Values, *, name: str = "demo") -> dict[str, str]:
         """By template. Errors: ChartError."""
@@ -41,9 +43,14 @@ class Renderer:
 
     def documents(self, values: Values, *, name: str = "demo") -> list[Document]:
         """Every object, by kind and name. Errors: ChartError."""
-        texts = self.text(values, name=name).items()
-        found = [d for path, text in texts if path.endswith(".yaml") for d in yaml.safe_load_all(text) if d]
-        return sorted(found, key=lambda document: (document["kind"], document["metadata"]["name"]))
+        key = json.dumps([values, name], sort_keys=True)
+        if key not in self._documents:
+            texts = self.text(values, name=name).items()
+            found = [d for path, text in texts if path.endswith(".yaml") for d in _parsed(text) if d]
+            found.sort(key=lambda document: (document["kind"], document["metadata"]["name"]))
+            self._documents[key] = pickle.dumps(found)
+        documents: list[Document] = pickle.loads(self._documents[key])  # a test may change its own
+        return documents
 
     def _text_of_binary(self, values: Values, name: str) -> dict[str, str]:
         assert self._binary is not None
@@ -56,6 +63,10 @@ class Renderer:
         if result.returncode:
             raise ChartError(result.stderr)
         return {"all.yaml": result.stdout}
+
+
+def _parsed(text: str) -> Iterator[Document]:
+    yield from yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def values_of(case: Path) -> Values:
