@@ -15,6 +15,22 @@ def is_text_alone(schema: object) -> bool:
     return _types(schema) == {"string"}
 
 
+def choices(schema: object) -> list[str]:
+    """The texts of which a value must be one; [] where it may be others too."""
+    if not isinstance(schema, Mapping):
+        return []
+    found = [schema["const"]] if "const" in schema else schema.get("enum")
+    return [value for value in found if isinstance(value, str)] if isinstance(found, list) else []
+
+
+def json_of_choice(text: str, schema: object) -> str | None:
+    """The JSON text of the choice that was written as this text, white space around it left out; None for
+    none of them."""
+    legal = choices(schema)
+    found = text if text in legal else text.strip()
+    return json.dumps(found, ensure_ascii=False) if found in legal else None
+
+
 def json_of(text: str, schema: object) -> str:
     """The JSON text of the value that was written as this text.
 

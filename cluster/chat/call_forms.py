@@ -10,12 +10,13 @@ there on all is arguments up to their closing mark: an answer that is cut there 
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.chat.answer_parts import CallArguments, CallBegins, Content
-from cluster.chat.argument_values import Properties, is_text_alone, json_of
+from cluster.chat.argument_values import Properties, choices, is_text_alone, json_of, json_of_choice
+from cluster.chat.formats import NOTHING, Format, json_schema, some_of, tag
 from cluster.chat.incoming import (
     MAX_SPACE,
     SPACE_BEFORE,
@@ -43,17 +44,22 @@ class CallForm(Protocol):
     def read(self, incoming: Incoming, tools: ToolSchemas) -> Reader[None]:
         """Read content and calls to the end of the text."""
 
+    def format(self, tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> Format:
+        """What a text of calls of these tools alone looks like. tools: as OpenAI's, at least one."""
+
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
     """<｜tool▁calls▁begin｜>, calls of a name and JSON, <｜tool▁calls▁end｜>.
 
     before_name, after_name: what stands between <｜tool▁call▁begin｜>, the name and the JSON.
-    tail: between the JSON and <｜tool▁call▁end｜>.
+    before_end: between the JSON and <｜tool▁call▁end｜>; tail: what may stand there. between: calls.
     """
 
-    before_name: Pattern
-    after_name: Pattern
+    before_name: tuple[str, ...]
+    after_name: tuple[str, ...]
+    before_end: str = ""
+    between: str = ""
     tail: re.Pattern[str] = SPACE_BEFORE
 
     @property
@@ -61,7 +67,14 @@ class JsonCalls:
         return (_CALLS, _CALL, _SEPARATOR, _END_CALL, _END_CALLS)
 
     def read(self, incoming: Incoming, tools: ToolSchemas) -> Reader[None]:
-        call = (Space(), _CALL, *self.before_name, Name(_NOT_IN_NAMES), *self.after_name, Space())
+        call: tuple[str | Space | Name, ...] = (
+            Space(),
+            _CALL,
+            *self.before_name,
+            Name(_NOT_IN_NAMES),
+            *self.after_name,
+            Space(),
+        )
         while (yield from before(incoming, _CALLS, make=Content, tail=SPACE_BEFORE)):
             first = (Space(), _CALLS, *call)
             found = yield from matched(incoming, (*first, "{"), (*first, _END_CALL))
@@ -77,11 +90,35 @@ class JsonCalls:
                     yield from self._end(incoming)
                 found = yield from matched(incoming, (*call, "{"), (*call, _END_CALL), (Space(), _END_CALLS))
 
+    def format(self, tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> Format:
+        calls = [
+            tag(
+                "".join((_CALL, *self.before_name, tool["function"]["name"], *self.after_name)),
+                json_schema(tool["function"].get("parameters") or {"type": "object"}),
+                self.before_end + _END_CALL,
+            )
+            for tool in tools
+        ]
+        return tag(_CALLS, some_of(calls, self.between, one=one_call), _END_CALLS)
+
     def _end(self, incoming: Incoming) -> Generator[None, None, None]:
         """Read the tail, and the end of a call if it has one."""
         at = min(at for mark in self.marks if (at := incoming.text.find(mark)) >= 0) if incoming.text else 0
         incoming.skip(at)
         yield from matched(incoming, (_END_CALL,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A form to the letter. style: xgrammar's name for the parameters. begin, end: around all calls."""
+
+    style: str
+    before_name: str
+    after_name: str = ""
+    end_call: str
+    between: str = ""
+    begin: str = ""
+    end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +127,7 @@ class ParameterCalls:
 
     opening: the mark before calls, where a text begins to be one. call: from there to behind the name.
     parameter: up to its value; its names are the parameter's and, in DSML, "true" for a text.
-    again: of the calls after the first; None: each has its opening.
+    again: of the calls after the first; None: each has its opening. written: the form, to be kept to.
     """
 
     opening: str
@@ -99,6 +136,7 @@ class ParameterCalls:
     parameter: Pattern
     end_value: str
     end_call: Pattern
+    written: "Written"
     end_calls: Pattern | None = None
 
     @property
@@ -122,6 +160,23 @@ class ParameterCalls:
                     break
                 found = yield from matched(incoming, *self._begins(self.again), self.end_calls)
 
+    def format(self, tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> Format:
+        written = self.written
+        calls = []
+        for tool in tools:
+            function = tool["function"]
+            schema = function.get("parameters")
+            has_some = isinstance(schema, Mapping) and bool(schema.get("properties"))
+            calls.append(
+                tag(
+                    written.before_name + function["name"] + written.after_name,
+                    json_schema(schema, written.style) if has_some else NOTHING,
+                    written.end_call,
+                )
+            )
+        found = some_of(calls, written.between, one=one_call)
+        return tag(written.begin, found, written.end) if written.begin else found
+
     def _begins(self, call: Pattern) -> tuple[Pattern, Pattern]:
         return (*call, *self.parameter), (*call, *self.end_call)
 
@@ -133,7 +188,7 @@ class ParameterCalls:
             is_text = parameter[1] == "true" if len(parameter) > 1 else is_text_alone(schemas.get(name))
             yield CallArguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
             separator = ", "
-            if is_text:
+            if is_text and not choices(schemas.get(name)):
                 yield CallArguments('"')
                 is_whole = yield from before(incoming, self.end_value, make=_escaped)
                 if is_whole:
@@ -141,7 +196,15 @@ class ParameterCalls:
                     yield CallArguments('"')
             else:
                 value, is_whole = yield from whole_before(incoming, self.end_value)
-                yield CallArguments(json_of(value, schemas.get(name)) if is_whole else value)
+                if is_whole:
+                    chosen = json_of_choice(value, schemas.get(name))
+                    text = (
+                        json.dumps(value, ensure_ascii=False)
+                        if is_text
+                        else json_of(value, schemas.get(name))
+                    )
+                    value = text if chosen is None else chosen
+                yield CallArguments(value)
             if not is_whole:
                 return
             following = yield from matched(incoming, self.parameter, self.end_call)
@@ -186,6 +249,8 @@ _GLM_PARAMETER: Pattern = (Space(), "<arg_key>", Name("<"), "</arg_key>", Space(
 DEEPSEEK_V3 = JsonCalls(
     before_name=("function", _SEPARATOR),
     after_name=("\n```json\n",),
+    before_end="\n```",
+    between="\n",
     tail=re.compile(rf"\s{{0,{MAX_SPACE}}}(`{{1,3}}\s{{0,4}})?\Z"),
 )
 DEEPSEEK_V31 = JsonCalls(before_name=(), after_name=(_SEPARATOR,))
@@ -197,6 +262,14 @@ DEEPSEEK_V32 = ParameterCalls(
     end_value="</｜DSML｜parameter>",
     end_call=(Space(), "</｜DSML｜invoke>"),
     end_calls=(Space(), "</｜DSML｜function_calls>"),
+    written=Written(
+        style="deepseek_xml",
+        begin="<｜DSML｜function_calls>\n",
+        before_name='<｜DSML｜invoke name="',
+        after_name='">\n',
+        end_call="</｜DSML｜invoke>\n",
+        end="</｜DSML｜function_calls>",
+    ),
 )
 GLM = ParameterCalls(
     opening="<tool_call>",
@@ -205,4 +278,5 @@ GLM = ParameterCalls(
     parameter=_GLM_PARAMETER,
     end_value="</arg_value>",
     end_call=(Space(), "</tool_call>"),
+    written=Written(style="glm_xml", before_name="<tool_call>", end_call="</tool_call>"),
 )

@@ -6,18 +6,21 @@ from typing import Any
 from pydantic import StrictBool
 
 from actors.requests import Request
+from actors.structured_outputs import StructuredOutputs
+from cluster.chat.answer_grammar import held_answer
 from cluster.chat.answer_reader import AnswerReader
-from cluster.chat.reasoning import END_OF_PROMPT, END_THINK, opens_thoughts
+from cluster.chat.reasoning import END_OF_PROMPT, opens_thoughts
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.sampling_body import SamplingBody
-from cluster.openai.tools import checked_tools, shows_tools
+from cluster.openai.tools import checked_tools, demanded_tools, shows_tools
 from kernels_integration.errors import InvalidRequestError, shown
 
 
 class ChatBody(SamplingBody):
     """Messages, and how the model's template shall show them.
 
-    tools: a model that may call none (tool_choice "none") is not shown them.
+    tools: a model that may call none (tool_choice "none") is not shown them. Where tool_choice demands calls,
+    or response_format a form, the answer is held to that by a grammar, from the end of its thoughts on.
     parallel_tool_calls: without them the answer ends with its first call.
     """
 
@@ -40,16 +43,41 @@ class ChatBody(SamplingBody):
                 field="top_logprobs",
             )
         prompt = self.prompt_ids(frontend)
-        own: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
-        constraint = self.constraint
-        if constraint is not None and frontend.answer_form.thinks and self._opens_thoughts(frontend, prompt):
-            constraint = constraint.behind(END_THINK)  # it is the answer's, not the thoughts'
-        own["structured_outputs"] = constraint
+        own = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
         if self.max_completion_tokens is not None:
             own["max_tokens"] = self.max_completion_tokens
         if frontend.answer_form.has_special_marks:
             own["skip_special_tokens"] = False  # else the text would lack what tells its parts
-        return [self.build_request(request_id, frontend, prompt, default_max_tokens=None, **own)]
+        demanded = demanded_tools(self.tool_choice, checked_tools(self.tools, frontend))
+        own["structured_outputs"] = self._held_answer(frontend, prompt, demanded)
+        try:
+            return [self.build_request(request_id, frontend, prompt, default_max_tokens=None, **own)]
+        except InvalidRequestError as error:
+            if not demanded or error.field != "structured_outputs":
+                raise
+            raise InvalidRequestError(
+                f"tool_choice demands calls of tools: {error}", field="tools"
+            ) from error
+
+    def _held_answer(
+        self, frontend: ModelFrontend, prompt: Sequence[int], demanded: Sequence[Mapping[str, Any]]
+    ) -> StructuredOutputs | None:
+        """What the answer is held to. demanded: tools of which one must be called."""
+        content = self.constraint
+        if demanded and content is not None:
+            raise InvalidRequestError(
+                "tool_choice demands calls of tools, and response_format says what a text must look like; "
+                "send one of them",
+                field="tool_choice",
+            )
+        callable_tools = demanded or (self.shown_tools(frontend) if content is not None else None) or ()
+        return held_answer(
+            frontend.answer_form,
+            _end_of(prompt, frontend),
+            calls=callable_tools,
+            content=content,
+            one_call=self.parallel_tool_calls is False or _is_named(self.tool_choice),
+        )
 
     def prompt_ids(self, frontend: ModelFrontend) -> list[int]:
         """The prompt that the model's template makes of the messages. Errors: InvalidRequestError."""
@@ -70,11 +98,16 @@ class ChatBody(SamplingBody):
         """What reads an answer to the prompt that the body has made."""
         return AnswerReader(
             frontend.answer_form,
-            opened=self._opens_thoughts(frontend, prompt_token_ids),
+            opened=opens_thoughts(_end_of(prompt_token_ids, frontend)),
             tools=self.shown_tools(frontend),
             one_call=self.parallel_tool_calls is False,
         )
 
-    def _opens_thoughts(self, frontend: ModelFrontend, prompt_token_ids: Sequence[int]) -> bool:
-        end = frontend.tokenizer.decode(prompt_token_ids[-END_OF_PROMPT:], skip_special_tokens=False)
-        return opens_thoughts(end)
+
+def _end_of(prompt: Sequence[int], frontend: ModelFrontend) -> str:
+    return frontend.tokenizer.decode(prompt[-END_OF_PROMPT:], skip_special_tokens=False)
+
+
+def _is_named(choice: object) -> bool:
+    """Whether one tool must be called; that is one call, as with OpenAI."""
+    return isinstance(choice, Mapping)

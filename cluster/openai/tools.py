@@ -45,8 +45,14 @@ def checked_tools(tools: object, frontend: ModelFrontend) -> list[Mapping[str, A
 
 def shows_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the model may call the tools: it is shown them then. Errors: InvalidRequestError."""
+    demanded_tools(choice, tools)
+    return bool(tools) and choice != "none"
+
+
+def demanded_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The tools of which one must be called; [] where none must. Errors: InvalidRequestError."""
     if choice is None or choice in ("auto", "none"):
-        return bool(tools) and choice != "none"
+        return []
     named = _named(choice)
     if choice != "required" and named is None:
         raise InvalidRequestError(
@@ -58,13 +64,12 @@ def shows_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> bool:
         raise InvalidRequestError(
             f"tool_choice is {shown(choice)} without tools; give tools, or leave it out", field="tool_choice"
         )
-    if named is not None and named not in [tool["function"]["name"] for tool in tools]:
+    found = [tool for tool in tools if named is None or tool["function"]["name"] == named]
+    if not found:
         raise InvalidRequestError(
             f"tool_choice names {shown(named)}, which is none of the tools", field="tool_choice"
         )
-    raise InvalidRequestError(
-        f"tool_choice is {shown(choice)}, which is not supported; use auto or none", field="tool_choice"
-    )
+    return found
 
 
 def _named(choice: object) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 
 from actors.requests import Request
 from cluster.gateway import GatewayServer
-from kernels_integration.errors import UnavailableError
+from kernels_integration.errors import CollectiveError
 from tests.support.groups import group_config
 from tests.support.inline_client import InlineClient
 from tests.support.scripted_group import Script, ScriptedGroup, echo, until, update
@@ -225,7 +225,7 @@ async def test_deadline_overload_and_loss_have_their_status(serve: Serve) -> Non
 
 async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error(serve: Serve) -> None:
     def script(request: Request) -> Script:
-        return [update(request, [5]), UnavailableError("shard 1 is lost")]
+        return [update(request, [5]), CollectiveError("shard 1 is lost")]
 
     server = await serve(ScriptedGroup(script), http_port=0)
     async with openai.AsyncOpenAI(

@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import Response
 
 from cluster.gateway import GatewayServer
-from kernels_integration.errors import UnavailableError
+from kernels_integration.errors import CollectiveError
 from tests.gateway.test_http import post
 from tests.support.scripted_chat import Saying
 from tests.support.scripted_group import ScriptedGroup, update
@@ -185,7 +185,7 @@ async def test_values_that_ask_for_nothing_are_taken(chat_server: GatewayServer,
 
 
 async def test_a_failure_on_the_way_is_an_event(config: Any, saying: Saying) -> None:
-    group = ScriptedGroup(lambda request: [update(request, [50]), UnavailableError("shard 1 is lost")])
+    group = ScriptedGroup(lambda request: [update(request, [50]), CollectiveError("shard 1 is lost")])
     server = GatewayServer(groups=[group], config=config, frontend=saying.frontend, port=0, http_port=0)
     await server.start()
     try:
@@ -199,6 +199,6 @@ async def test_a_failure_on_the_way_is_an_event(config: Any, saying: Saying) -> 
             stream = await client.responses.create(model="tiny", input="Hi", stream=True)
             events = [event async for event in stream]
         assert events[-1].type == "error"
-        assert (events[-1].code, events[-1].message) == ("unavailable", "shard 1 is lost")
+        assert (events[-1].code, events[-1].message) == ("collective_failed", "shard 1 is lost")
     finally:
         await server.stop(drain_s=0)

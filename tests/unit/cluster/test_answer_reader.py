@@ -29,6 +29,7 @@ TOOLS = [
     tool("get_weather", city={"type": "string"}, days={"type": "integer"}, tags={"type": "array"}),
     tool("note", text={"type": "string"}, maybe={"type": ["string", "null"]}, any={}),
     tool("now"),
+    tool("pick", unit={"enum": ["C", "F"]}, other={"type": "string", "enum": ["C"]}, size={"enum": [1, 2]}),
 ]
 
 
@@ -173,6 +174,16 @@ WHOLE = {
                 ("note", '{"maybe": "5", "any": "five", "other": " x "}'),
             ],
         ),
+    ),
+    "glm choices": (
+        "glm",
+        glm47("pick", unit=" C\n", other="D ", size="2"),
+        Answer("", "", [("pick", '{"unit": "C", "other": "D ", "size": 2}')]),
+    ),
+    "v32 choices": (
+        "v32",
+        dsml(invoke("pick", ("unit", "true", " C"), ("other", "true", " D"), ("size", "false", " 2 "))),
+        Answer("", "", [("pick", '{"unit": "C", "other": " D", "size": 2}')]),
     ),
     "glm unknown tool": ("glm", glm47("other", x="1"), Answer("", "", [("other", '{"x": 1}')])),
     "empty thoughts": ("glm", "<think></think>\nHi", Answer("", "Hi")),
