@@ -204,6 +204,8 @@ def settings(variant: Variant, folder: Path, batch: int, context: int, num_kv_bl
         attention_backend="triton",
         dtype="bfloat16",
         kv_cache_dtype=variant.kv_cache_dtype,
+        # As vLLM keeps them beside any latents.
+        **({"indexer_kv_dtype": "fp8"} if variant.is_sparse else {}),
         num_speculative_tokens=variant.num_drafts,
         block_size=_BLOCK_SIZE,
         num_kv_blocks=num_kv_blocks,
@@ -334,6 +336,7 @@ def main() -> None:
     arguments.add_argument("--models", nargs="+", choices=list(_VARIANTS), default=list(_VARIANTS))
     arguments.add_argument("--only", nargs="*", default=[], help="cells, such as 32k/64")
     arguments.add_argument("--profile", nargs="*", default=[], help="cells whose kernels are listed")
+    arguments.add_argument("--steps", type=int, default=100, help="of one repeat, at most 150")
     arguments.add_argument("--top", type=int, default=40, help="kernels listed")
     given = arguments.parse_args()
     if not torch.cuda.is_available():
@@ -357,7 +360,7 @@ def main() -> None:
                 f"{'cell':14} {'ms':>7} {'spread':>7} {'vLLM':>7} {'x vLLM':>7} {'floor':>7} {'host us':>8}"
             )
             for case in cases:
-                got = engine.measure(case)
+                got = engine.measure(case, steps=given.steps)
                 ms = statistics.median(got.ms)
                 print(
                     f"{case.name:9} {ms:7.2f} {max(got.ms) - min(got.ms):7.2f} {case.vllm_ms:7.2f} "

@@ -25,7 +25,10 @@ from kernels_integration.weight import Weight
 
 
 class Linear(Protocol):
-    """x [n, in] -> x W^T [n, out], of a weight that it keeps in a layout of its own."""
+    """x [n, in] -> x W^T [n, out], of a weight that it keeps in a layout of its own, in the weight's dtype.
+
+    An x of a shorter dtype counts as it is: what decides, as the indexer's weights do, is not rounded.
+    """
 
     def __call__(self, x: Tensor, /) -> Tensor: ...
 

@@ -32,7 +32,6 @@ class Indexer:
         exact = accumulate_dtype(reader.dtype)
         # Scaled once here instead of every w: H^-1/2 belongs to w in the paper's formula.
         scaled = reader.whole("weights_proj.weight", exact) * self.num_heads**-0.5
-        self.exact = exact
         self.weights_proj = backend.linear(Weight(scaled))
         halves = not config.indexer_rope_interleave
         order = halves_to_pairs(self.head_dim, self.rotary_dim) if halves else torch.arange(self.head_dim)
@@ -54,5 +53,5 @@ class Indexer:
         """The top-k of each row from the layer input x [T, hidden], its latent cq and the cached keys."""
         query = self.wq_b(cq).view(x.shape[0], self.num_heads, self.head_dim)
         self.backend.rotate(query[..., : self.rotary_dim], rope)
-        weights = self.weights_proj(x.to(self.exact))
+        weights = self.weights_proj(x)
         return self.backend.select_topk(query, weights, cache, rows, self.topk, dcp)

@@ -37,7 +37,7 @@ class MixtureOfExperts:
     def __init__(self, config: ModelConfig, reader: WeightReader, backend: Backend) -> None:
         self.backend = backend
         exact = accumulate_dtype(reader.dtype)
-        self.router_weight = reader.whole("gate.weight", exact).t().contiguous().t()
+        self.router_weight = reader.laid_out_for(backend).whole("gate.weight", exact)
         self.router_bias = reader.whole("gate.e_score_correction_bias", exact)
         self.routing = Routing(
             topk=config.num_experts_per_tok,

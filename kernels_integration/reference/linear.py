@@ -53,7 +53,7 @@ class MatrixProduct:
                 os.environ.setdefault(name, str(MAX_KERNELS))
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
+        x, rows = x.to(self._weight.dtype), x.shape[0]
         if self._onednn and rows > 1 and rows * self._size >= ONEDNN_MIN_PRODUCTS:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
             return product

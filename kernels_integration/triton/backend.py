@@ -17,6 +17,7 @@ from kernels_integration.sampling import SamplingRows
 from kernels_integration.triton import (
     activation,
     cache_write,
+    exact_product,
     experts,
     indexer,
     mla_attention,
@@ -83,13 +84,22 @@ class GroupedExperts:
 
 
 class MatrixProduct:
-    """x [n, in] -> x W^T [n, out] by torch's library."""
+    """x [n, in] -> x W^T [n, out] by torch's library, but for bfloat16 rows and a float32 weight."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight)
+        return _product(x, self._weight)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """In the weight's dtype."""
+    if x.dtype == weight.dtype or x.dtype != torch.bfloat16:
+        return F.linear(x.to(weight.dtype), weight)
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=weight.dtype, device=x.device)
+    exact_product.exact_product(x, weight, out)
+    return out
 
 
 class TritonBackend:
@@ -120,8 +130,10 @@ class TritonBackend:
         return GroupedExperts(gate_up.dequantized(self._dtype), down.dequantized(self._dtype), first_expert)
 
     def head_product(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        product = torch.bmm(x.to(weight.dtype).transpose(0, 1), weight).transpose(0, 1)
-        return product if out is None else out.copy_(product)
+        if out is None:
+            out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[2], dtype=weight.dtype)
+        torch.bmm(x.to(weight.dtype).transpose(0, 1), weight, out=out.transpose(0, 1))
+        return out
 
     def embed(self, token_ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
         return layers.embed(token_ids, table, first_id)
@@ -150,7 +162,7 @@ class TritonBackend:
         return out
 
     def route(self, x: Tensor, weight: Tensor, bias: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        logits = x.to(weight.dtype) @ weight.t()
+        logits = _product(x, weight)
         chosen = torch.empty(x.shape[0], routing.topk, dtype=torch.int64, device=x.device)
         weights = torch.empty(x.shape[0], routing.topk, dtype=torch.float32, device=x.device)
         router.route(

@@ -29,15 +29,22 @@ class ExpertTiles:
     """[tiles] int32: the tile's expert; -1: the tile is not used."""
     rows: int
     """M"""
+    chosen: Tensor
+    """[T, K] contiguous, as given; first_expert .. first_expert + num_held - 1 are in tiles."""
+    first_expert: int
+    num_held: int
 
 
-def group_pairs(experts: Tensor, num_experts: int, first_expert: int = 0) -> ExpertTiles:
+def group_pairs(
+    experts: Tensor, num_experts: int, first_expert: int = 0, *, rows: int | None = None
+) -> ExpertTiles:
     """Pairs of experts [T, K] int32 or int64 grouped by expert, ascending within one.
 
     Experts outside first_expert..first_expert + num_experts - 1 (-1: a row that is not real) are in no tile.
+    rows: of a tile; which is fastest depends on how many rows an expert gets, the result does not.
     """
     num_pairs = experts.numel()
-    rows = 16 if num_pairs <= 32 * num_experts else 64
+    rows = rows or (16 if num_pairs <= 32 * num_experts else 64)
     tiles = min(num_pairs, triton.cdiv(num_pairs, rows) + num_experts)
     pairs = torch.empty(tiles * rows, dtype=torch.int32, device=experts.device)
     tile_experts = torch.empty(tiles, dtype=torch.int32, device=experts.device)
@@ -55,7 +62,14 @@ def group_pairs(experts: Tensor, num_experts: int, first_expert: int = 0) -> Exp
             BLOCK=_PAIRS_AT_ONCE,
             num_warps=4,
         )
-    return ExpertTiles(pairs=pairs, experts=tile_experts, rows=rows)
+    return ExpertTiles(
+        pairs=pairs,
+        experts=tile_experts,
+        rows=rows,
+        chosen=experts,
+        first_expert=first_expert,
+        num_held=num_experts,
+    )
 
 
 @triton.jit
@@ -128,8 +142,7 @@ def run_experts(
     M, num_tiles = tiles.rows, tiles.experts.shape[0]
     block_n, block_k = (32, 32) if x.dtype == torch.float32 else (64, 128)
     inner = torch.empty(T * K, width, dtype=x.dtype, device=x.device)
-    # Zeros: a pair whose expert is not held is in no tile.
-    outer = torch.zeros(T * K, hidden, dtype=torch.float32, device=x.device)
+    outer = torch.empty(T * K, hidden, dtype=torch.float32, device=x.device)
     options = {
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
@@ -146,7 +159,16 @@ def run_experts(
     )
     block = min(1024, triton.next_power_of_2(hidden))
     _add_experts[(T, triton.cdiv(hidden, block))](
-        outer, out, hidden, out.stride(0), K=K, BLOCK=block, num_warps=4
+        outer,
+        out,
+        tiles.chosen,
+        hidden,
+        out.stride(0),
+        tiles.first_expert,
+        tiles.num_held,
+        K=K,
+        BLOCK=block,
+        num_warps=4,
     )
 
 
@@ -229,12 +251,25 @@ def _down(
 
 
 @triton.jit
-def _add_experts(outer, out, hidden, stride_out, K: tl.constexpr, BLOCK: tl.constexpr):
+def _add_experts(
+    outer,
+    out,
+    chosen,
+    hidden,
+    stride_out,
+    first_expert,
+    num_held,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A pair whose expert is not held is in no tile: nothing was written for it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
     out_at = out + row * stride_out + column
     total = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
-        total += tl.load(outer + (row * K + k) * hidden + column, mask=mask, other=0.0)
+        expert = tl.load(chosen + row * K + k).to(tl.int32) - first_expert
+        is_held = (expert >= 0) & (expert < num_held)
+        total += tl.load(outer + (row * K + k) * hidden + column, mask=mask & is_held, other=0.0)
     tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)

@@ -51,14 +51,14 @@ def score_tokens(
 
     q_index [T, H, D] bfloat16, float16 or float32, contiguous; weights [T, H] float32; scores [T, L >=
     max_visible] float32, written for visible tokens only. Keys plain, or fp8 of at most 128 dims. Products in
-    q's dtype, sums in float32.
+    q's dtype (of fp8 keys and bfloat16 in float16, which holds both), sums in float32.
     """
     T, H, D = q_index.shape
     if T == 0 or rows.max_visible == 0:
         return
     storage = index_keys.storage
     fp8 = fp8_format(index_keys)
-    shared = min(_ROWS_AT_ONCE, rows.rows_per_request)
+    shared = min(_ROWS_AT_ONCE, int(triton.next_power_of_2(rows.rows_per_request)))
     groups = T // rows.rows_per_request * triton.cdiv(rows.rows_per_request, shared)
     width = min(rows.max_visible, scores.shape[1])
     tiles = tiles or ScoreTiles.choose(shared, q_index.dtype)
@@ -87,6 +87,8 @@ def score_tokens(
         tokens,
         PAGE_SIZE=rows.page_size,
         IS_FP8=fp8 is not None,
+        # e4m3 becomes float16 in half an instruction, bfloat16 in several.
+        HALVES=fp8 is not None and q_index.dtype == torch.bfloat16,
         SCALE_AT=0 if fp8 is None else fp8.layout.scales_start // 4,
         D=D,
         BLOCK_D=dot_size(D),
@@ -98,32 +100,6 @@ def score_tokens(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-
-
-@triton.jit
-def _query(
-    q_index,
-    weights,
-    row,
-    num_heads,
-    stride_weight,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """(queries [H, D], weights [H]) of a row; zero for heads and dims that there are not."""
-    head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    is_head = head < num_heads
-    q_at = q_index + (row * num_heads + head[:, None]) * D + dim[None, :]
-    query = tl.load(q_at, mask=is_head[:, None] & (dim < D)[None, :], other=0.0)
-    return query, tl.load(weights + row * stride_weight + head, mask=is_head, other=0.0)
-
-
-@triton.jit
-def _score(key, query, weight, PRECISION: tl.constexpr):
-    """[N] of key [N, D]. A NaN stays one: relu keeps what is not below 0."""
-    products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-    return tl.sum(tl.where(products < 0, 0.0, products) * weight[None, :], 1)
 
 
 @triton.jit
@@ -148,6 +124,7 @@ def _score_tokens(
     tokens_of_program,
     PAGE_SIZE: tl.constexpr,
     IS_FP8: tl.constexpr,
+    HALVES: tl.constexpr,
     SCALE_AT: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -157,38 +134,35 @@ def _score_tokens(
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Some tokens of up to four rows of a request, which share the keys. Of fewer the last is done twice."""
+    """Some tokens of up to ROWS rows of a request, which share the keys in one product."""
     GROUPS: tl.constexpr = (ROWS_PER_REQUEST + ROWS - 1) // ROWS
     owner = (tl.program_id(0) // GROUPS).to(tl.int64) * ROWS_PER_REQUEST
-    row_0 = owner + tl.program_id(0) % GROUPS * ROWS
-    last = owner + (ROWS_PER_REQUEST - 1)
-    row_1, row_2, row_3 = (
-        tl.minimum(row_0 + 1, last),
-        tl.minimum(row_0 + 2, last),
-        tl.minimum(row_0 + 3, last),
-    )
-    first, count_0 = num_seen(visible_from, visible_to, row_0, num_tokens, num_columns)
-    count_1, count_2, count_3, count = count_0, count_0, count_0, count_0
-    if ROWS > 1:
-        _, count_1 = num_seen(visible_from, visible_to, row_1, num_tokens, num_columns)
-        _, count_2 = num_seen(visible_from, visible_to, row_2, num_tokens, num_columns)
-        _, count_3 = num_seen(visible_from, visible_to, row_3, num_tokens, num_columns)
-        count = tl.maximum(tl.maximum(count_0, count_1), tl.maximum(count_2, count_3))
+    first_row = owner + tl.program_id(0) % GROUPS * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    is_row = row < owner + ROWS_PER_REQUEST
+    first = tl.maximum(tl.load(visible_from + first_row), 0).to(tl.int32)
+    seen_to = tl.minimum(tl.load(visible_to + row, mask=is_row, other=0), num_tokens).to(tl.int32)
+    counts = tl.minimum(tl.maximum(seen_to - first, 0), num_columns)
+    count = tl.max(counts, 0)
     start = tl.program_id(1) * tokens_of_program
     if start >= count:
         return
-    query_0, weight_0 = _query(q_index, weights, row_0, num_heads, stride_weight, D, BLOCK_D, BLOCK_H)
-    query_1, query_2, query_3 = query_0, query_0, query_0
-    weight_1, weight_2, weight_3 = weight_0, weight_0, weight_0
-    if ROWS > 1:
-        query_1, weight_1 = _query(q_index, weights, row_1, num_heads, stride_weight, D, BLOCK_D, BLOCK_H)
-    if ROWS > 2:
-        query_2, weight_2 = _query(q_index, weights, row_2, num_heads, stride_weight, D, BLOCK_D, BLOCK_H)
-    if ROWS > 3:
-        query_3, weight_3 = _query(q_index, weights, row_3, num_heads, stride_weight, D, BLOCK_D, BLOCK_H)
-    dtype = q_index.dtype.element_ty
-    request_at = tl.load(request + row_0).to(tl.int64) * stride_page
-    offset, dim = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    # Queries of all rows below each other, with the weights of their heads; zero for those that are none.
+    line, dim = tl.arange(0, ROWS * BLOCK_H), tl.arange(0, BLOCK_D)
+    head, head_row = line % BLOCK_H, first_row + line // BLOCK_H
+    is_head = (head < num_heads) & (head_row < owner + ROWS_PER_REQUEST)
+    q_at = q_index + (head_row * num_heads + head)[:, None] * D + dim[None, :]
+    query = tl.load(q_at, mask=is_head[:, None] & (dim < D)[None, :], other=0.0)
+    weight = tl.load(weights + head_row * stride_weight + head, mask=is_head, other=0.0)
+    dtype: tl.constexpr = tl.float16 if HALVES else q_index.dtype.element_ty
+    if HALVES:
+        # A power of two keeps queries within float16, exactly but for those 2^-29 of the largest.
+        largest = tl.max(tl.max(tl.abs(query.to(tl.float32)), 1), 0)
+        shrink = tl.exp2(tl.floor(14.0 - tl.log2(tl.where(largest > 0, largest, 1.0))))
+        query = (query.to(tl.float32) * shrink).to(dtype)
+        dim_scale /= shrink
+    request_at = tl.load(request + first_row).to(tl.int64) * stride_page
+    offset = tl.arange(0, BLOCK_N)
     end = tl.minimum(start + tokens_of_program, count)
     # Slots are read one block ahead of their keys, so that the keys' loads can be pipelined.
     slot = slot_of(page_table, request_at, first + start + offset, start + offset < end, PAGE_SIZE)
@@ -206,18 +180,12 @@ def _score_tokens(
         else:
             key = tl.load(key_at, mask=mask, other=0.0).to(dtype)
             scale = tl.zeros([BLOCK_N], tl.float32) + dim_scale
-        out = scores + column
-        score = _score(key, query_0, weight_0, PRECISION) * scale
-        tl.store(out + row_0 * stride_score, score, mask=column < count_0)
-        if ROWS > 1:
-            score = _score(key, query_1, weight_1, PRECISION) * scale
-            tl.store(out + row_1 * stride_score, score, mask=column < count_1)
-        if ROWS > 2:
-            score = _score(key, query_2, weight_2, PRECISION) * scale
-            tl.store(out + row_2 * stride_score, score, mask=column < count_2)
-        if ROWS > 3:
-            score = _score(key, query_3, weight_3, PRECISION) * scale
-            tl.store(out + row_3 * stride_score, score, mask=column < count_3)
+        products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+        # A NaN stays one: relu keeps what is not below 0.
+        weighted = tl.where(products < 0, 0.0, products) * weight[None, :]
+        score = tl.sum(tl.reshape(weighted, (BLOCK_N, ROWS, BLOCK_H)), 2) * scale[:, None]
+        score_at = scores + row[None, :] * stride_score + column[:, None]
+        tl.store(score_at, score, mask=(column[:, None] < counts[None, :]) & is_row[None, :])
         slot = next_slot
 
 

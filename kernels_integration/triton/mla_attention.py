@@ -23,7 +23,6 @@ from kernels_integration.plan_check import check_fit
 from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format
 
 _LOG2_E = 1.4426950408889634
-_MERGED_AT_ONCE, _MERGED_COLUMNS = 32, 128
 _ROWS_PER_PART = 4
 FP8_LATENTS = (FP8_TILE, 2 * FP8_TILE, 4 * FP8_TILE)
 """Latent ranks that are read in fp8."""
@@ -149,7 +148,9 @@ def run(
         _attend_plain[grid](**common, kv=storage, stride_kv=storage.stride(0), BLOCK_C=dot_size(C))
     if partial_rows:
         assert split is not None
-        block_c = min(_MERGED_COLUMNS, triton.next_power_of_2(C))
+        # Of few rows each is in many parts, of many rows hardly any.
+        at_once, columns = (64, 64) if plan.rows <= 4 else (32, 128) if plan.rows <= 16 else (4, 512)
+        block_c = min(columns, triton.next_power_of_2(C))
         _merge_parts[(plan.rows, H, triton.cdiv(C, block_c))](
             partial_o,
             partial_lse,
@@ -165,8 +166,8 @@ def run(
             C=C,
             BLOCK_C=block_c,
             BLOCK_ENTRIES=triton.next_power_of_2(split.num_parts),
-            BLOCK_S=_MERGED_AT_ONCE,
-            num_warps=2,
+            BLOCK_S=at_once,
+            num_warps=4 if plan.rows <= 4 else 2,
         )
 
 

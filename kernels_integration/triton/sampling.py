@@ -81,7 +81,7 @@ def _better(
     rest,
     token,
     logits_at,
-    word,
+    noise,
     block,
     place: tl.constexpr,
     vocab_start,
@@ -102,7 +102,6 @@ def _better(
     s = tl.where(is_greedy, logit, divided).to(tl.float64)
     is_finite = is_finite & (s > float("-inf"))
     s = tl.where(is_finite, s, 0.0)
-    noise = tl.where(is_greedy, 0.0, _gumbel(word))
     total = s + noise
     noise_part = total - s
     lost = (s - (total - noise_part)) + (noise - noise_part)
@@ -145,21 +144,25 @@ def _draw_tiles(
     scale = tl.load(temperature + row)
     is_greedy = scale < GREEDY_BELOW
     scale = tl.where(is_greedy, 1.0, scale)
-    row_position = tl.load(position + row)
-    low = (row_position & 0xFFFFFFFF).to(tl.uint32)
-    high = ((row_position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    zero = tl.zeros([BLOCKS], tl.uint32)
-    w_0, w_1, w_2, w_3 = tl.philox(
-        tl.load(seed + row), block.to(tl.uint32), zero + low, zero + high, zero + purpose
-    )
+    n_0 = tl.zeros([BLOCKS], tl.float64)
+    n_1, n_2, n_3 = n_0, n_0, n_0
+    if not is_greedy:
+        row_position = tl.load(position + row)
+        low = (row_position & 0xFFFFFFFF).to(tl.uint32)
+        high = ((row_position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        zero = tl.zeros([BLOCKS], tl.uint32)
+        w_0, w_1, w_2, w_3 = tl.philox(
+            tl.load(seed + row), block.to(tl.uint32), zero + low, zero + high, zero + purpose
+        )
+        n_0, n_1, n_2, n_3 = _gumbel(w_0), _gumbel(w_1), _gumbel(w_2), _gumbel(w_3)
     v = tl.full([BLOCKS], float("-inf"), tl.float64)
     r = tl.zeros([BLOCKS], tl.float64)
     t = tl.full([BLOCKS], 9223372036854775807, tl.int64)
     at = logits + row * stride_logits
-    v, r, t = _better(v, r, t, at, w_0, block, 0, vocab_start, num_tokens, scale, is_greedy)
-    v, r, t = _better(v, r, t, at, w_1, block, 1, vocab_start, num_tokens, scale, is_greedy)
-    v, r, t = _better(v, r, t, at, w_2, block, 2, vocab_start, num_tokens, scale, is_greedy)
-    v, r, t = _better(v, r, t, at, w_3, block, 3, vocab_start, num_tokens, scale, is_greedy)
+    v, r, t = _better(v, r, t, at, n_0, block, 0, vocab_start, num_tokens, scale, is_greedy)
+    v, r, t = _better(v, r, t, at, n_1, block, 1, vocab_start, num_tokens, scale, is_greedy)
+    v, r, t = _better(v, r, t, at, n_2, block, 2, vocab_start, num_tokens, scale, is_greedy)
+    v, r, t = _better(v, r, t, at, n_3, block, 3, vocab_start, num_tokens, scale, is_greedy)
     value, rest, token = _best_of(v, r, t)
     out = row * tl.num_programs(0) + tile
     tl.store(best_value + out, value)

@@ -1,4 +1,4 @@
-"""The slots of the best tokens of a row by their scores, exactly, in two kernels.
+"""The slots of the best tokens of a row by their scores, exactly, in two kernels (of many rows, three).
 
 Scores become 32-bit ranks that grow with them. The first kernel draws a sample of the row, takes from it a
 rank that somewhat more than k tokens should reach, and keeps, tile by tile, the tokens that do. The second
@@ -22,6 +22,7 @@ _SAMPLED = 16
 """Of so many scores one is drawn, within the next two bounds."""
 _FEWEST_SAMPLES, _MOST_SAMPLES = 2048, 8192
 _BLOCK = 4096
+_FEW_ROWS = 16
 _MOST_TILES = 16
 _LARGEST_TILE = 32768
 """A candidate is kept as its int16 place in the tile."""
@@ -57,12 +58,29 @@ def select_best(
     num_tiles = triton.cdiv(width, tile)
     kept = torch.empty(T, num_tiles, tile, dtype=torch.int16, device=scores.device)
     counts = torch.empty(T, num_tiles, dtype=torch.int32, device=scores.device)
+    bounds = torch.empty(T, dtype=torch.int64, device=scores.device)
+    is_bounded = T > _FEW_ROWS
+    if is_bounded:  # else every program draws the row's sample for itself, which saves a launch
+        _draw_bounds[(T,)](
+            scores,
+            rows.visible_from,
+            rows.visible_to,
+            bounds,
+            scores.shape[1],
+            rows.page_table.shape[1] * rows.page_size,
+            topk,
+            scores.stride(0),
+            SAMPLES=samples,
+            ROOM=room,
+            num_warps=8,
+        )
     arguments = (
         scores,
         rows.visible_from,
         rows.visible_to,
         kept,
         counts,
+        bounds,
         rows.page_table,
         rows.request,
         kv_indptr,
@@ -81,6 +99,7 @@ def select_best(
         TILE=tile,
         BLOCK=min(tile, _BLOCK),
         SAMPLES=samples,
+        IS_BOUNDED=is_bounded,
         ROOM=room,
         num_warps=8 if tile >= _BLOCK else 4,
     )
@@ -96,7 +115,7 @@ def select_best(
 
 def _tile_for(num_rows: int, width: int) -> int:
     """Few rows are shared by many programs; never so many that their counts are a burden."""
-    fewest = 2048 if num_rows <= 16 else _BLOCK if num_rows < 512 else 4 * _BLOCK
+    fewest = 2048 if num_rows <= _FEW_ROWS else _BLOCK if num_rows < 512 else 4 * _BLOCK
     tile = max(fewest, int(triton.next_power_of_2(triton.cdiv(width, _MOST_TILES))))
     return min(tile, max(256, int(triton.next_power_of_2(width))), _LARGEST_TILE)
 
@@ -148,12 +167,33 @@ def _sampled_bound(scores, count, topk, SAMPLES: tl.constexpr):
 
 
 @triton.jit
+def _draw_bounds(
+    scores,
+    visible_from,
+    visible_to,
+    bounds,
+    num_columns,
+    num_tokens,
+    topk,
+    stride_score,
+    SAMPLES: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    _, count = num_seen(visible_from, visible_to, row, num_tokens, num_columns)
+    if (count > topk) & (count > ROOM):
+        bound = _sampled_bound(scores + row * stride_score, count, topk, SAMPLES)
+        tl.store(bounds + row, bound.to(tl.int64))
+
+
+@triton.jit
 def _keep_candidates(
     scores,
     visible_from,
     visible_to,
     kept,
     counts,
+    bounds,
     page_table,
     request,
     kv_indptr,
@@ -169,6 +209,7 @@ def _keep_candidates(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     SAMPLES: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
     ROOM: tl.constexpr,
 ):
     """Keep the places of a tile's candidates, in order; of a row with no more than topk tokens list all."""
@@ -192,7 +233,10 @@ def _keep_candidates(
     else:
         bound = tl.zeros([], tl.uint32)
         if count > ROOM:
-            bound = _sampled_bound(row_scores, count, topk, SAMPLES)
+            if IS_BOUNDED:
+                bound = tl.load(bounds + row).to(tl.uint32)
+            else:
+                bound = _sampled_bound(row_scores, count, topk, SAMPLES)
         kept_at = kept + (row * num_tiles + tile) * TILE
         num_kept = tl.zeros([], tl.int32)
         for at in range(start, end, BLOCK):
@@ -227,6 +271,7 @@ def _list_best(
     visible_to,
     kept,
     counts,
+    bounds,
     page_table,
     request,
     kv_indptr,
