@@ -252,7 +252,7 @@ def routed_experts(rows: int) -> Iterator[Work]:
 
     def choose() -> None:
         router.route(
-            logits,
+            logits.unsqueeze(0),
             bias,
             chosen,
             weights,

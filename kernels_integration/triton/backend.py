@@ -97,9 +97,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     """In the weight's dtype."""
     if x.dtype == weight.dtype or x.dtype != torch.bfloat16:
         return F.linear(x.to(weight.dtype), weight)
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=weight.dtype, device=x.device)
-    exact_product.exact_product(x, weight, out)
-    return out
+    return exact_product.exact_parts(x, weight).sum(0)
 
 
 class TritonBackend:
@@ -162,7 +160,8 @@ class TritonBackend:
         return out
 
     def route(self, x: Tensor, weight: Tensor, bias: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        logits = _product(x, weight)
+        is_exact = x.dtype == torch.bfloat16
+        logits = exact_product.exact_parts(x, weight) if is_exact else _product(x, weight).unsqueeze(0)
         chosen = torch.empty(x.shape[0], routing.topk, dtype=torch.int64, device=x.device)
         weights = torch.empty(x.shape[0], routing.topk, dtype=torch.float32, device=x.device)
         router.route(

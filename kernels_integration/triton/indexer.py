@@ -35,7 +35,9 @@ class ScoreTiles:
         """As measured fastest on an H200. num_shared: rows that share their keys."""
         if dtype == torch.float32:
             return cls(tokens=32, num_warps=4, num_stages=2)
-        return cls(tokens=64, num_warps=4, num_stages=3)
+        if num_shared == 1:
+            return cls(tokens=128, num_warps=4, num_stages=3)
+        return cls(tokens=64, num_warps=8, num_stages=3)
 
 
 def score_tokens(

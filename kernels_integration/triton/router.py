@@ -16,13 +16,15 @@ def route(
     normalise: bool,
     scaling_factor: float,
 ) -> None:
-    """Experts [T, K] int32 or int64 and weights [T, K] of router logits [T, E]; bias [E]; all float32.
+    """Experts [T, K] int32 or int64 and weights [T, K] of router logits; bias [E]; all float32.
+
+    logits [P, T, E], contiguous: their sum over P, in that order, is what counts.
 
     p = sigmoid(logits), c = p + bias; of the topk_group groups with the largest sum of their 2 best c the K
     best c, best first; weights are their p, over their sum + 1e-20 if normalise, times scaling_factor. Of
     equal c the lower expert, of equal groups the lower group.
     """
-    T, E = logits.shape
+    num_parts, T, E = logits.shape
     if T == 0:
         return
     per_group = E // num_groups
@@ -32,7 +34,8 @@ def route(
         experts,
         weights,
         scaling_factor,
-        logits.stride(0),
+        T,
+        num_parts,
         E=E,
         K=experts.shape[1],
         GROUPS=num_groups,
@@ -53,7 +56,8 @@ def _route(
     experts,
     weights,
     scaling_factor,
-    stride_logits,
+    num_rows,
+    num_parts,
     E: tl.constexpr,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -69,7 +73,10 @@ def _route(
     inside = tl.arange(0, BLOCK_E)
     expert = group[:, None] * PER_GROUP + inside[None, :]
     is_expert = (group < GROUPS)[:, None] & (inside < PER_GROUP)[None, :]
-    logit = tl.load(logits + row * stride_logits + expert, mask=is_expert, other=0.0)
+    logit = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    for part in range(num_parts):
+        at = logits + (part * num_rows + row) * E + expert
+        logit += tl.load(at, mask=is_expert, other=0.0)
     p = 1.0 / (1.0 + tl.exp(-logit))
     c = tl.where(is_expert, p + tl.load(bias + expert, mask=is_expert, other=0.0), float("-inf"))
     if KEPT_GROUPS < GROUPS:

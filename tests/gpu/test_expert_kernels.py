@@ -38,11 +38,11 @@ def routed(
 def test_route(device, num_experts, k, groups, kept, normalise):
     generator = torch.Generator().manual_seed(num_experts)
     logits = torch.randn(9, num_experts, generator=generator)
-    bias = torch.randn(num_experts, generator=generator) * 0.1
+    bias, other = torch.randn(num_experts, generator=generator) * 0.1, torch.ones(9, num_experts)
     experts = Guarded((9, k), torch.int32, device)
     weights = Guarded((9, k), torch.float32, device)
     route(
-        Guarded.of(logits, device).tensor,
+        Guarded.of(torch.stack((logits - other, other)), device).tensor,  # as two parts of a sum
         Guarded.of(bias, device).tensor,
         experts.tensor,
         weights.tensor,
@@ -63,7 +63,7 @@ def test_equal_experts_go_to_the_lower(device):
     experts = torch.empty(2, 2, dtype=torch.int32, device=device)
     weights = torch.empty(2, 2, device=device)
     route(
-        logits.to(device),
+        logits.unsqueeze(0).to(device),
         bias.to(device),
         experts,
         weights,
