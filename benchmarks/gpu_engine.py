@@ -204,8 +204,6 @@ def settings(variant: Variant, folder: Path, batch: int, context: int, num_kv_bl
         attention_backend="triton",
         dtype="bfloat16",
         kv_cache_dtype=variant.kv_cache_dtype,
-        # As vLLM keeps them beside any latents.
-        **({"indexer_kv_dtype": "fp8"} if variant.is_sparse else {}),
         num_speculative_tokens=variant.num_drafts,
         block_size=_BLOCK_SIZE,
         num_kv_blocks=num_kv_blocks,

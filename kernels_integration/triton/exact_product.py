@@ -16,7 +16,7 @@ _MOST_PARTS = 16
 
 
 def exact_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """[P, T, O] float32; its sum over P is x [T, I] bfloat16 . weight [O, I] float32. Last dims contiguous."""
+    """[P, T, O] float32, which sum up to x [T, I] bfloat16 . weight [O, I] float32; last dims contiguous."""
     T, width = x.shape
     outputs = weight.shape[0]
     blocks_of_part = triton.cdiv(triton.cdiv(width, _BLOCK_I), _MOST_PARTS)

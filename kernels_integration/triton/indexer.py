@@ -31,10 +31,12 @@ class ScoreTiles:
     num_stages: int
 
     @classmethod
-    def choose(cls, num_shared: int, dtype: torch.dtype) -> "ScoreTiles":
+    def choose(cls, num_shared: int, dtype: torch.dtype, *, is_fp8: bool) -> "ScoreTiles":
         """As measured fastest on an H200. num_shared: rows that share their keys."""
         if dtype == torch.float32:
             return cls(tokens=32, num_warps=4, num_stages=2)
+        if is_fp8:
+            return cls(tokens=64, num_warps=4, num_stages=3 if num_shared == 1 else 2)
         if num_shared == 1:
             return cls(tokens=128, num_warps=4, num_stages=3)
         return cls(tokens=64, num_warps=8, num_stages=3)
@@ -63,7 +65,7 @@ def score_tokens(
     shared = min(_ROWS_AT_ONCE, int(triton.next_power_of_2(rows.rows_per_request)))
     groups = T // rows.rows_per_request * triton.cdiv(rows.rows_per_request, shared)
     width = min(rows.max_visible, scores.shape[1])
-    tiles = tiles or ScoreTiles.choose(shared, q_index.dtype)
+    tiles = tiles or ScoreTiles.choose(shared, q_index.dtype, is_fp8=fp8 is not None)
     tokens = min(
         2048, max(tiles.tokens, int(triton.next_power_of_2(triton.cdiv(width * groups, _PROGRAMS) + 1)) // 2)
     )

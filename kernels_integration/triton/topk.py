@@ -23,6 +23,7 @@ _SAMPLED = 16
 _FEWEST_SAMPLES, _MOST_SAMPLES = 2048, 8192
 _BLOCK = 4096
 _FEW_ROWS = 16
+_TOKENS_OF_WARP = 256
 _MOST_TILES = 16
 _LARGEST_TILE = 32768
 """A candidate is kept as its int16 place in the tile."""
@@ -109,7 +110,7 @@ def select_best(
         TILE=tile,
         BLOCK_TILES=int(triton.next_power_of_2(num_tiles)),
         ROOM=room,
-        num_warps=min(16, max(4, room // 256)),
+        num_warps=min(16, max(4, room // _TOKENS_OF_WARP)),
     )
 
 

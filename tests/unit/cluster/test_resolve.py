@@ -56,9 +56,9 @@ def test_defaults_serve_the_bundled_checkpoint() -> None:
         ({"dtype": "float64", "kv_cache_dtype": "bfloat16"}, 16 * VALUES_PER_TOKEN * 2),
         ({"num_speculative_tokens": 0}, 16 * VALUES_PER_TOKEN * 4 * 6 // 7),
         ({"block_size": 64}, 64 * VALUES_PER_TOKEN * 4),
-        ({"kv_cache_dtype": "fp8_ds_mla"}, 16 * 7 * ((128 + 4 + 64) + (64 + 4))),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, 16 * 7 * ((128 + 4 + 64 + 12) + (64 + 4 + 12))),
         ({"kv_cache_dtype": "fp8_ds_mla", "indexer_kv_dtype": "float32"}, 16 * 7 * (208 + 256)),
-        ({"kv_cache_dtype": "bfloat16", "indexer_kv_dtype": "fp8"}, 16 * 7 * (320 + 68)),
+        ({"kv_cache_dtype": "bfloat16", "indexer_kv_dtype": "fp8"}, 16 * 7 * (320 + 80)),
     ],
 )
 def test_the_budget_is_cut_into_blocks(settings: dict[str, Any], bytes_per_block: int) -> None:
