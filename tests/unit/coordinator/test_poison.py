@@ -6,15 +6,19 @@ from actors.messages import StepInput
 from actors.requests import RequestFailed
 from tests.support.fake_group import Group, group_config, request
 
-POISON = 0
-"""A token of the poisonous prompt alone: the fake target draws it for nobody whose stream is short."""
+POISON = (1, 1)
+"""The beginning of the poisonous prompt, and of no other."""
 
 
 def slots_of_poison(message: StepInput) -> set[int]:
     """Slots that this step admits the poison to."""
     num_verifies = len(message.slot) - (len(message.ids_indptr) - 1)
-    chunks = zip(message.slot[num_verifies:], message.ids_indptr, message.ids_indptr[1:], strict=False)
-    return {int(slot) for slot, begin, end in chunks if POISON in message.ids[begin:end].tolist()}
+    chunks = zip(message.slot[num_verifies:], message.start[num_verifies:], message.ids_indptr, strict=False)
+    return {
+        int(slot)
+        for slot, start, begin in chunks
+        if start == 0 and tuple(message.ids[begin : begin + 2].tolist()) == POISON
+    }
 
 
 def run_with_poison(group: Group) -> int:
@@ -48,7 +52,7 @@ def test_a_poisonous_request_is_rejected_and_the_others_finish(num_others: int, 
         undisturbed.coordinator.submit(one)
     undisturbed.run()
     group = Group(group_config(max_num_seqs=8, scheduling=scheduling))
-    for one in [*asked, request("poison", (POISON, 5), max_tokens=12)]:
+    for one in [*asked, request("poison", POISON, max_tokens=12)]:
         group.coordinator.submit(one)
     assert run_with_poison(group) == 2, "losses that bring the cause nearer do not count"
     [failed] = group.updates_of("poison")
@@ -56,7 +60,6 @@ def test_a_poisonous_request_is_rejected_and_the_others_finish(num_others: int, 
     assert failed.code == "poison_request"
     assert "'poison' is rejected" in failed.message
     for one in asked:
-        assert POISON not in undisturbed.tokens(one.request_id)
         assert group.tokens(one.request_id) == undisturbed.tokens(one.request_id)
     group.check_blocks()
     assert group.coordinator.stats().waiting == 0
