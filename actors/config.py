@@ -84,6 +84,8 @@ class GroupConfig:
     """Validate every plan of every pass: for debugging."""
     trace: bool = False
     """Record where the time of steps goes, on the coordinator and on every shard."""
+    profile: bool = False
+    """Record every operation of the backend too, with its work; needs trace."""
     log_level: str = "info"
     log_format: str = "text"
     log_dir: str | None = None

@@ -128,11 +128,16 @@ class _ThreadedShards:
             # The ranks share the cores: threads inside operators would only slow each other down.
             torch.set_num_threads(1)
         try:
-            shard = self._build(rank)
+            shard, spans = self._build(rank), self._spans[rank]
+
+            def report(output: StepOutput) -> None:
+                with spans("report"):
+                    self._results.put(output)
+
             self._results.put(None)
             while (step := _next_step(shard, self._inboxes[rank])) is not None:
-                with self._spans[rank]("step", step.step):
-                    shard.execute(step, self._results.put)
+                with spans("step", step.step):
+                    shard.execute(step, report)
         except Exception as error:
             self._results.put(error)  # before the others fail for want of this rank
             for member in self._collectives[rank]:

@@ -23,6 +23,10 @@ class Span(NamedTuple):
     duration_ns: int
     step: int | None = None
     """The step that it belongs to, where that is not clear from the span around it."""
+    num_bytes: int = 0
+    """What it had to read and write, and..."""
+    num_flops: int = 0
+    """...to compute, where it is an operation of a profiled backend."""
 
 
 class Spans:
@@ -37,8 +41,10 @@ class Spans:
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._off = nullcontext()
 
-    def __call__(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
-        return _OpenSpan(name, step, self._spans) if self._is_on else self._off
+    def __call__(
+        self, name: str, step: int | None = None, *, num_bytes: int = 0, num_flops: int = 0
+    ) -> AbstractContextManager[None]:
+        return _OpenSpan(name, step, (num_bytes, num_flops), self._spans) if self._is_on else self._off
 
     def take(self) -> list[Span]:
         """What was recorded since the last call, in the order of ending. Callable from another thread."""
@@ -49,11 +55,12 @@ class Spans:
 
 
 class _OpenSpan(AbstractContextManager[None]):
-    __slots__ = ("_name", "_spans", "_start_ns", "_step")
+    __slots__ = ("_name", "_spans", "_start_ns", "_step", "_work")
 
-    def __init__(self, name: str, step: int | None, spans: deque[Span]) -> None:
+    def __init__(self, name: str, step: int | None, work: tuple[int, int], spans: deque[Span]) -> None:
         self._name = name
         self._step = step
+        self._work = work
         self._spans = spans
 
     def __enter__(self) -> None:
@@ -66,7 +73,7 @@ class _OpenSpan(AbstractContextManager[None]):
         traceback: TracebackType | None,
     ) -> None:
         duration_ns = time.monotonic_ns() - self._start_ns
-        self._spans.append(Span(self._name, self._start_ns, duration_ns, self._step))
+        self._spans.append(Span(self._name, self._start_ns, duration_ns, self._step, *self._work))
 
 
 class SpannedCollectives:

@@ -19,6 +19,7 @@ from kernels_integration.collectives import Collectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import ConfigError
 from kernels_integration.kv_cache import KVCache
+from kernels_integration.profiled import profiled
 from kernels_integration.spans import SpannedCollectives, Spans
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ def load_weights(
         logger.warning("%s; %s computes instead", reason, choice.name)
     backend = registry.create(choice.name, needs, check_plans=config.check_plans)
     require_one_arithmetic(backend, tp)
+    if config.profile:
+        backend = profiled(backend, spans)
     return load_model(
         model_config,
         config.model_path,

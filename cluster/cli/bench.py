@@ -30,6 +30,12 @@ def bench(
     reference: Annotated[
         bool, typer.Option("--reference/--no-reference", help="Measure transformers in the same run.")
     ] = True,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="A step by operation, inline and on Ray, against the machine's limits."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure throughput and time to first token, and where a step's time goes.
@@ -47,6 +53,7 @@ def bench(
             input_len=input_len,
             output_len=output_len,
             with_reference=reference,
+            with_profile=profile,
             progress=progress,
         )
     if as_json:
@@ -73,6 +80,33 @@ def bench(
         print_table(
             ("part", "ms", "share"),
             [(name, f"{seconds * 1e3:.2f}", f"{seconds / total_s:.0%}") for name, seconds in breakdown.parts],
+        )
+
+    for found in result.profiles:
+        total_s = sum(row.seconds for row in found.rows)
+        typer.echo(
+            f"\na step of batch {found.batch_size} with {found.num_drafts} drafts by operation, "
+            f"{found.executor}, on rank 0:"
+        )
+        assert result.limits is not None
+        print_table(
+            ("operation", "share", "calls", "us", "MB", "of limit"),
+            [
+                (
+                    row.name,
+                    f"{row.seconds / total_s:.1%}",
+                    f"{row.calls:.1f}" if row.calls else "",
+                    f"{row.seconds * 1e6:.0f}",
+                    f"{row.num_bytes / 1e6:.2f}" if row.num_bytes else "",
+                    "" if (reached := row.of_limit(result.limits)) is None else f"{reached:.2f}",
+                )
+                for row in found.rows
+            ],
+        )
+    if result.limits is not None:
+        typer.echo(
+            f"\nlimits of one thread: {result.limits.bytes_per_s / 1e9:.1f} GB/s read from memory, "
+            f"{result.limits.flops_per_s / 1e9:.0f} GFLOP/s in {result.limits.dtype}"
         )
 
 
