@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 
+from actors.gcs_watch import end_with_gcs
 from actors.logs import LogSettings, start_logging
 from actors.transport.network import free_port
 
@@ -45,6 +46,10 @@ class ActorProcess:
     def start_logging(self, settings: LogSettings, name: str) -> None:
         """Log to a file of this name from now on."""
         start_logging(settings, name)
+
+    def end_with_gcs(self, patience_s: float) -> None:
+        """Do not outlive Ray's control process."""
+        end_with_gcs(patience_s)
 
     def free_port(self) -> int:
         """A TCP port of this node's address that nobody listens on now."""

@@ -69,7 +69,7 @@ class Lifelines:
         with contextlib.suppress(OSError):  # it may have left already
             line, _ = self._listener.accept()
             line.setblocking(False)
-            _probe(line)
+            probe(line)
             self._greetings[line] = b""
             self._selector.register(line, selectors.EVENT_READ)
 
@@ -112,7 +112,7 @@ class Lifeline:
 
     def __init__(self, address: tuple[str, int], *, epoch: int, rank: int) -> None:
         self._line = socket.create_connection(address, timeout=10)
-        _probe(self._line)
+        probe(self._line)
         self._line.sendall(_GREETING.pack(_MAGIC, epoch, rank))
 
     def beat_until_lost(self, beat_s: float, is_closing: Callable[[], bool]) -> bool:
@@ -139,7 +139,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _probe(line: socket.socket) -> None:
+def probe(line: socket.socket) -> None:
     """Let the kernel find out whether the other node is still there."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

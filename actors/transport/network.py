@@ -27,3 +27,9 @@ def interface_of(ip: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == ip:
                 return name
     return None
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """("::1", 80) of "[::1]:80"."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

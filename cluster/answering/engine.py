@@ -19,19 +19,22 @@ from cluster.answering.answering import Answering
 from cluster.answering.group import Group
 from cluster.answering.group_client import ClientFollower, GroupClient
 from cluster.report.trace import TraceFile
-from kernels_integration.errors import ConfigError
+from kernels_integration.errors import ConfigError, UnavailableError
 from kernels_integration.spans import Span
 
 Executor = Literal["ray", "inline"]
 Progress = Callable[[str], None]
 Result = TypeVar("Result")
+_EXPLAIN_LOOK_S = 0.05
+_EXPLAIN_TRIES = 40
 
 
 class Engine:
     """One group behind blocking calls; its event loop runs in a thread of its own.
 
     take_trace: by actor, where time went since the last call. stop: ends the group, when the engine is
-    closed. trace_file: gets the trace then.
+    closed. trace_file: gets the trace then. failure: what has ended the group, once that is known, for
+    streams that know only of a closed connection.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class Engine:
         take_trace: Callable[[], dict[str, list[Span]]],
         stop: Callable[[], None],
         trace_file: TraceFile | None = None,
+        failure: Callable[[], str | None] | None = None,
     ) -> None:
         self.take_trace = take_trace
+        self._failure = failure
         self._stop_group = stop
         self._trace_file = trace_file
         self._group = group
@@ -117,6 +122,8 @@ class Engine:
                 async with aclosing(self._answering.run(request)) as updates:
                     async for update in updates:
                         put((request.request_id, update))
+            except UnavailableError as error:
+                put((request.request_id, await self._explained(error)))
             except Exception as error:
                 put((request.request_id, error))
             put((request.request_id, None))
@@ -125,6 +132,14 @@ class Engine:
             task = self._loop.create_task(follow(request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+
+    async def _explained(self, error: UnavailableError) -> UnavailableError:
+        """With the cause in the place of the symptom, where it is found soon."""
+        for _ in range(_EXPLAIN_TRIES if self._failure is not None else 0):
+            if self._failure is not None and (why := self._failure()) is not None:
+                return UnavailableError(why)
+            await asyncio.sleep(_EXPLAIN_LOOK_S)
+        return error
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -193,6 +208,12 @@ def start_engine(
     client = GroupClient(
         handle.request_address, recovery_s=config.recovery_timeout_s if config.max_restarts else 0.0
     )
-    engine = Engine(client, take_trace=handle.take_trace, stop=handle.stop, trace_file=trace)
+    engine = Engine(
+        client,
+        take_trace=handle.take_trace,
+        stop=handle.stop,
+        trace_file=trace,
+        failure=lambda: handle.failure,
+    )
     handle.follow(ClientFollower(client, engine.call_soon))
     return engine

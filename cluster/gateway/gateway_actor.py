@@ -8,6 +8,7 @@ import ray
 
 from actors.actor_process import Node, this_node
 from actors.config import GroupConfig
+from actors.gcs_watch import end_with_gcs
 from actors.logs import LogSettings, start_logging
 from cluster.answering.group_client import GroupClient
 from cluster.frontend.front_end import ModelFrontend
@@ -80,6 +81,10 @@ class GatewayActor:
     async def log_folder(self) -> Path | None:
         """Where this process logs; None: nowhere."""
         return self._log_folder
+
+    async def end_with_gcs(self, patience_s: float) -> None:
+        """Do not outlive Ray's control process."""
+        end_with_gcs(patience_s)
 
     async def wait_lost(self) -> None:
         """Never returns: its call fails when this process dies."""

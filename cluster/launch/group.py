@@ -157,7 +157,7 @@ class GroupHandle:
         """A process in the place that was reserved for it."""
         assert self._group.placement_group is not None, "it has started"
         last = self._group.placement_group.bundle_count - 1
-        return create(
+        gateway = create(
             actor_class,
             self._group.placement_group,
             last,
@@ -166,11 +166,18 @@ class GroupHandle:
             num_threads=1,
             num_cpus=0,
         )
+        self._group.end_with_gcs(gateway)
+        return gateway
 
     @property
     def session_failure(self) -> str | None:
-        """Which process of a local Ray has ended before its time; then no call of Ray's answers any more."""
+        """Which of Ray's own processes has ended before its time; None while all live."""
         return self._group.session_failure
+
+    @property
+    def can_call(self) -> bool:
+        """Whether calls of Ray's return."""
+        return self._group.can_call
 
     def memory(self) -> dict[str, int]:
         """Resident bytes of each actor that lives."""

@@ -19,6 +19,8 @@ from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
+from actors.transport.network import host_and_port
+from cluster.launch.joined_ray import JoinedRay
 from cluster.launch.local_ray import LocalRay
 from cluster.launch.signals import signals_held
 from kernels_integration.errors import ConfigError, UnavailableError
@@ -67,9 +69,20 @@ class RaySession:
 
     @property
     def failure(self) -> str | None:
-        """Which process of a local Ray has ended before its time, and how; None while all live."""
-        local = self._connection.local
-        return local.failure if local is not None else None
+        """Which of Ray's own processes has ended before its time; None while all live."""
+        return self._connection.failure
+
+    @property
+    def can_call(self) -> bool:
+        """Whether calls of Ray's return; without its control process, or the one node's raylet, none does."""
+        joined = self._connection.joined
+        return self.failure is None or (joined is not None and not joined.is_gcs_lost)
+
+    @property
+    def gcs_patience_s(self) -> float | None:
+        """How long a joined cluster may be without its control process; None: the cluster is local."""
+        joined = self._connection.joined
+        return joined.gcs_patience_s if joined is not None else None
 
     @property
     def name(self) -> str:
@@ -100,12 +113,14 @@ class _Connection:
     local: LocalRay | None = None
     """The cluster, where we started it."""
     token: "_Token | None" = None
+    joined: JoinedRay | None = None
+    """What watches a cluster that others started."""
     num_sessions: int = 0
 
     @classmethod
     def open(cls, address: str) -> Self:
         if ray.is_initialized():
-            return cls(is_ours=False)
+            return cls(is_ours=False, joined=JoinedRay())
         return cls._start() if address == "local" else cls._join(address)
 
     @classmethod
@@ -136,10 +151,17 @@ class _Connection:
                 f"no Ray cluster can be joined at address {address}: {error}; check that it runs and that "
                 "this machine is one of its nodes (`ray status`), or leave --address out for a local one"
             ) from error
-        return cls(is_ours=True)
+        return cls(is_ours=True, joined=JoinedRay())
+
+    @property
+    def failure(self) -> str | None:
+        keeper = self.local or self.joined
+        return keeper.failure if keeper is not None else None
 
     def close(self) -> None:
         with signals_held():
+            if self.joined is not None:
+                self.joined.close()
             if self.is_ours and ray.is_initialized():
                 ray.shutdown()
             if self.local is not None:
@@ -210,8 +232,7 @@ def _check_reachable(address: str) -> None:
     found = canonicalize_bootstrap_address(address)
     if found is None:
         raise ConnectionError("no running cluster was found on this machine")
-    host, _, port = found.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    socket.create_connection(host_and_port(found), timeout=_CONNECT_TIMEOUT_S).close()
 
 
 @contextlib.contextmanager

@@ -106,6 +106,16 @@ class RunningGroup:
     def session_failure(self) -> str | None:
         return self._session.failure
 
+    @property
+    def can_call(self) -> bool:
+        """Whether calls of Ray's return."""
+        return self._session.can_call
+
+    def end_with_gcs(self, actor: Any) -> None:
+        """Let a process on a joined cluster end when Ray's control process does."""
+        if (patience_s := self._session.gcs_patience_s) is not None:
+            actor.end_with_gcs.remote(patience_s)
+
     def place(self, bundles: Sequence[placement.Bundle], timeout_s: float) -> None:
         """Reserve room for everything, or nothing."""
         self._bundles = list(bundles)
@@ -262,10 +272,14 @@ class RunningGroup:
         """Tell it where the group can be reached from now on."""
         self._followers.append(follower)
 
-    def end(self, reason: str) -> None:
-        """The group has failed for good: tell front ends, end its shards."""
+    def tell_lost(self, reason: str) -> None:
+        """Let front ends know that the group has failed for good."""
         for follower in self._followers:
             follower.lost(reason)
+
+    def end(self, reason: str) -> None:
+        """The group has failed for good: tell front ends, end its shards."""
+        self.tell_lost(reason)
         for shard in self.shards:  # they may wait in a collective for the one that is gone
             ray.kill(shard.actor)
 
@@ -292,6 +306,7 @@ class RunningGroup:
         log_name = name.replace(" ", "-") + (f"-epoch-{epoch}" if epoch else "")
         member = Member(name, actor, node, bundle, log_name)
         member.ask("start_logging", self.logs, log_name)
+        self.end_with_gcs(actor)
         return member
 
     def log_of(self, member: Member) -> Path | None:
@@ -372,8 +387,7 @@ class RunningGroup:
         try:
             if self._supervisor is not None:
                 self._supervisor.stop()
-            # Without its control process or raylet, Ray's calls do not return.
-            if ray.is_initialized() and self._session.failure is None:
+            if ray.is_initialized() and self.can_call:
                 self._end_runs()
                 for actor in self._actors:
                     ray.kill(actor)

@@ -99,7 +99,7 @@ class RunningServer:
         gateway, self._gateway = self._gateway, None
         trace_file, self._trace_file = self._trace_file, None
         try:
-            if gateway is not None and self._session_failure is None:
+            if gateway is not None and self.groups[0].can_call:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.get(gateway.actor.stop.remote(drain_s), timeout=drain_s + _STOP_MARGIN_S)
                 ray.kill(gateway.actor)

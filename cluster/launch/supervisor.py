@@ -22,12 +22,14 @@ from actors.coordinator.group_state import (
 from cluster.launch.deaths import cause_of_death
 from cluster.launch.members import Member
 from cluster.launch.ray_session import RaySession
-from kernels_integration.errors import CollectiveError, LatentrayError
+from kernels_integration.errors import CollectiveError, LatentrayError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 _SETTLE_S = 0.3
+_PING_TIMEOUT_S = 0.5
+_CLOSED = "its connections were closed: its process, its node, or Ray's process (raylet) of its node is gone"
 
 
 class Supervised(Protocol):
@@ -43,6 +45,8 @@ class Supervised(Protocol):
     def restart_shards(self, epoch: int, lost_rank: int | None = None) -> None: ...
 
     def replace_coordinator(self, epoch: int, cause: str) -> None: ...
+
+    def tell_lost(self, reason: str) -> None: ...
 
     def end(self, reason: str) -> None: ...
 
@@ -91,9 +95,10 @@ class Supervisor:
         while self.failure is None and not self._is_stopping.is_set():
             if (why := self._session.failure) is not None:
                 self.failure = why
-                # No call of Ray's answers any more, but its processes would linger for a minute. With them
-                # end the connections of front ends, so that nobody waits.
+                # Of a local Ray no call answers any more, but its processes would linger for a minute. With
+                # them end the connections of front ends, so that nobody waits.
                 self._session.abandon()
+                self._group.tell_lost(why)
                 return
             done, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=_LOOK_S)
             if self._is_stopping.is_set():
@@ -129,6 +134,9 @@ class Supervisor:
         except ray.exceptions.RayError as error:
             if member is None:
                 return  # the coordinator is gone, which its own call tells too
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, UnavailableError):
+                self._look_after_coordinator()
+                return
             if isinstance(error, ray.exceptions.RayTaskError):
                 is_symptom = isinstance(error.cause, CollectiveError)
                 evidence = Evidence.PEERS if is_symptom else Evidence.WORDS
@@ -150,6 +158,18 @@ class Supervisor:
             self._lost_coordinator = text
         elif evidence is Evidence.PROCESS:
             self._group.members[0].ask("shard_lost", rank, cause, self._epoch)
+
+    def _look_after_coordinator(self) -> None:
+        """A shard has lost its connection to it. Ray tells at once of a process that ended, but of a node, or
+        of its raylet, after a quarter of a minute."""
+        coordinator = self._group.members[0]
+        try:
+            ray.get(coordinator.ask("ping"), timeout=_PING_TIMEOUT_S)
+        except ray.exceptions.RayError:
+            if not ray.wait([coordinator.run], timeout=_SETTLE_S)[0]:
+                self._waiting.pop(coordinator.run, None)
+                self._lost_coordinator = f"{coordinator} is lost: {_CLOSED}"
+                self._diagnosis.add(Symptom(Evidence.PEERS, -1, self._lost_coordinator))
 
     def _recover(self, change: GroupState) -> None:
         """Start what the coordinator waits for; of what fails in that it is told, and decides again."""
