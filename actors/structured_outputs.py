@@ -24,7 +24,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True):
     kind: ConstraintKind
     text: str = ""
     """json: a JSON Schema. json_object: empty. regex: matched as a whole. choice: a JSON list of texts.
-    grammar: EBNF, whose first rule is `root`. structural_tag: xgrammar's JSON."""
+    grammar: EBNF, which begins with the rule `root`. structural_tag: xgrammar's JSON."""
 
     @classmethod
     def of(cls, **given: Any) -> "StructuredOutputs":

@@ -57,13 +57,19 @@ def inline_group(**settings: Any) -> InlineGroup:
 
 
 def request(
-    request_id: str, prompt: Sequence[int], *, num_tokens: int, temperature: float = 0.0, seed: int = 0
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    **params: Any,
 ) -> Request:
-    """One that yields exactly num_tokens tokens."""
+    """One that yields exactly num_tokens tokens. params: more sampling parameters."""
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
-        params=SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True),
+        params=SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True, **params),
         seed=seed,
         eos_token_ids=(1,),
     )

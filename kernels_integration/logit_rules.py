@@ -30,7 +30,7 @@ class TokenMasks:
     """Tokens that G rows may draw: all others become -inf."""
 
     row: Tensor
-    """[G] int64."""
+    """[G] int64, ascending."""
     bits: Tensor
     """[G, at least (first_bit + V) / 8] uint8, the least significant bit first; 1: may be drawn."""
     first_bit: int
@@ -99,7 +99,10 @@ class LogitRules:
             edited[self.allowed.row, self.allowed.column] = logits[self.allowed.row, self.allowed.column]
         if self.masks is not None:
             legal = self.masks.is_legal(logits.shape[1])
-            edited[self.masks.row] = edited[self.masks.row].masked_fill_(~legal, -torch.inf)
+            if len(self.masks.row) == len(edited):  # all of them: no copies of rows
+                edited.masked_fill_(~legal, -torch.inf)
+            else:
+                edited[self.masks.row] = edited[self.masks.row].masked_fill_(~legal, -torch.inf)
         if self.banned is not None:
             edited[self.banned.row, self.banned.column] = -torch.inf
         if self.biased is not None and self.bias is not None:

@@ -1,5 +1,7 @@
 """The same interface on Ray: equal answers, nothing left behind."""
 
+import re
+
 import pytest
 
 from cluster import LLM, SamplingParams
@@ -8,11 +10,14 @@ from kernels_integration.errors import InvalidRequestError
 pytestmark = [pytest.mark.e2e, pytest.mark.ray]
 
 SETTINGS = {"max_model_len": 256, "num_kv_blocks": 64, "max_num_seqs": 8, "dtype": "float64"}
-PROMPTS = ["The king", "What is", "Once upon a time"]
+PROMPTS = ["The king", "What is", "Once upon a time", "A list"]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=1),
     SamplingParams(temperature=1.0, max_tokens=20, stop=["the"]),
+    SamplingParams(
+        temperature=1.0, seed=4, max_tokens=30, structured_outputs={"regex": r"\[\d(, \d){2,5}\]"}
+    ),
 ]
 
 
@@ -29,6 +34,7 @@ def test_ray_answers_as_inline_does() -> None:
         **SETTINGS,
     ) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
+        assert re.fullmatch(r"\[\d(, \d){2,5}\]", outputs[3].outputs[0].text)
         for output, other in zip(outputs, expected, strict=True):
             mine, its = output.outputs[0], other.outputs[0]
             assert (mine.token_ids, mine.text, mine.finish_reason) == (

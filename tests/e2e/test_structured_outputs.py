@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from actors import inline_group
 from actors.inline_group import InlineGroup
-from actors.requests import Request
+from actors.requests import Progress, Request
 from actors.shard.build import build_shard
 from tests.support.groups import EOS, Collected, group_config, load_tokenizer, request, run, text_prompts
 
@@ -188,6 +188,15 @@ def test_new_shards_go_on_from_the_committed_tokens(streams: dict[str, tuple[lis
     group.close()
     assert epoch > 2
     assert told(collected) == streams
+
+
+def test_a_new_coordinator_goes_on_from_what_was_emitted(
+    group: InlineGroup, streams: dict[str, tuple[list[int], Any]]
+) -> None:
+    [asked] = [r for r in requests() if r.request_id == "penalised"]
+    tokens, reason = streams["penalised"]
+    resumed = replace(asked, progress=Progress(token_ids=tuple(tokens[:7])))
+    assert told(run(group, [resumed]))["penalised"] == (tokens[7:], reason)
 
 
 @pytest.fixture

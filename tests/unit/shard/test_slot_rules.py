@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from actors.messages import Admission, SamplingSpec
 from actors.shard.slot_rules import Preceding, SlotRules
+from actors.structured_outputs import StructuredOutputs
 from tests.support.boundaries import ON_CPU
 from tests.support.sampling_reference import edited_logits
 
@@ -113,6 +114,47 @@ def test_requests_without_rules_cost_nothing():
     rules.admit(admission(1, SamplingSpec(logit_bias={3: 1.0}), [], 1))
     assert rules.gather(np.array([0]), np.array([3]), None) is None
     assert rules.gather(np.array([0, 1]), np.array([3, 4]), None).biased.row.tolist() == [1]
+
+
+class _Every:
+    """A compiler whose grammars allow every n-th token: of another n behind each draft."""
+
+    def matcher(self, constraint: StructuredOutputs, end_token_ids: tuple[int, ...]) -> "_Every":
+        self._num_committed = 0
+        return self
+
+    def advance(self, tokens: list[int]) -> None:
+        self._num_committed += len(tokens)
+
+    def legal(self, drafts: list[int]) -> np.ndarray:
+        bits = np.zeros(32, np.uint8)
+        bits[: VOCAB : 2 + self._num_committed + len(drafts)] = 1
+        return np.packbits(bits, bitorder="little")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_each_rank_masks_its_own_slice(num_ranks):
+    """Slices begin in the middle of a byte; the last one is padded beyond the vocabulary."""
+    size = -(-(VOCAB - 1) // num_ranks) + 1
+    parts = []
+    logits = torch.zeros(4, VOCAB)
+    preceding = Preceding(
+        tokens=torch.tensor([5, 6]), first=np.zeros(4, np.int64), count=np.array([0, 1, 2, 0])
+    )
+    for rank in range(num_ranks):
+        rules = SlotRules(vocab_start=rank * size, slice_size=size, boundary=ON_CPU, compiler=_Every())
+        spec = SamplingSpec(structured_outputs=StructuredOutputs("regex", "a"), logit_bias={4: 9.0})
+        rules.admit(admission(1, spec, [3, 4, 7], 2))
+        local = torch.nn.functional.pad(logits[:, rank * size : (rank + 1) * size], (0, size))[:, :size]
+        gathered = rules.gather(np.array([1, 1, 1, 0]), np.array([3, 4, 5, 9]), preceding)
+        parts.append(gathered.apply(local))
+    whole = torch.cat(parts, dim=1)
+    assert (whole[:3, VOCAB:] == -torch.inf).all()
+    for row, step in enumerate((3, 4, 5)):
+        legal = [t for t in range(VOCAB) if whole[row, t] > -torch.inf]
+        assert legal == list(range(0, VOCAB, step))
+        assert 4 % step != 0 or whole[row, 4] == 9.0
+    assert (whole[3, :VOCAB] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
