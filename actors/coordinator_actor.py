@@ -67,6 +67,10 @@ class CoordinatorActor(ActorProcess):
         if self._loop is not None:
             self._loop.recovery_waits(text)
 
+    def give_up(self, text: str) -> None:
+        """The next shards cannot be started."""
+        self._opened.give_up(text)
+
     def take_spans(self) -> list[Span]:
         """Where the time went since the last call; empty unless the group is traced."""
         return self._spans.take()

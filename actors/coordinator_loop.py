@@ -63,8 +63,8 @@ class StepPolicy(RequestPolicy, Protocol):
 class CoordinatorLoop:
     """Drives one group until `stop`. A group that failed answers every request with UNAVAILABLE.
 
-    `stop`, `shard_lost`, `recovery_waits` and `wait_change` may be called from any thread; `run` is called
-    once. silence_s: a shard that is connected and was not heard for so long is lost all the same.
+    `stop`, `shard_lost`, `recovery_waits`, `give_up` and `wait_change` may be called from any thread; `run`
+    is called once. silence_s: a shard that is connected and was not heard for so long is lost all the same.
     stall_s: a step that takes longer makes the group unhealthy until it has reported.
     max_restarts: how often in a row the group may wait for new shards, which somebody else starts (who asks
     `wait_change`); requests are taken meanwhile, and streams go on with the new shards.
@@ -152,6 +152,10 @@ class CoordinatorLoop:
     def recovery_waits(self, text: str) -> None:
         """What the start of the next shards waits for, for people."""
         self._command(lambda: self._take_account(text))
+
+    def give_up(self, text: str) -> None:
+        """The next shards cannot be started: the group fails."""
+        self._command(lambda: self._fail(text, UnavailableError.code))
 
     def wait_change(self, epoch: int, timeout_s: float | None = None) -> GroupState:
         """Wait until the shards of a later epoch are wanted, or the group is over; the state then."""

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +44,7 @@ _READY_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
 _LEAVE_TIMEOUT_S = 10.0
 """For a shard to leave an epoch that has ended: its peers are gone, which the next collective shows."""
+_AGAIN_S = 1.0
 _LOST_LEAVE_TIMEOUT_S = 1.0
 """For a shard that was said to be lost, and may live: its connection alone was cut."""
 
@@ -211,24 +212,47 @@ class RunningGroup:
             ray.wait([runs[lost_rank]], timeout=_LOST_LEAVE_TIMEOUT_S)
             self._end_unless_idle(self.shards[lost_rank])
         ray.wait(runs, num_returns=len(runs), timeout=_LEAVE_TIMEOUT_S)
-        fresh: dict[int, Any] = {}
-        for rank, shard in enumerate(self.shards):
-            if not self._end_unless_idle(shard):
-                title = f"epoch {epoch} process {shard.bundle - 1}"
-                fresh[rank] = self.spawn(ShardActor, shard.bundle, title, num_threads=self._num_threads)
-        timeout_s = self._config.recovery_timeout_s
-        if fresh:
-            places = [self.shards[rank].bundle for rank in fresh]
-            nodes = self._wait(
-                [actor.node.remote() for actor in fresh.values()],
-                f"{len(fresh)} of {len(self.shards)} shards' processes to start",
-                timeout_s,
-                state=lambda: self._missing_room(places),
-            )
-            for (rank, actor), node in zip(fresh.items(), nodes, strict=True):
-                bundle = self.shards[rank].bundle
+        gone = {
+            rank: shard.bundle for rank, shard in enumerate(self.shards) if not self._end_unless_idle(shard)
+        }
+        if gone:
+            titles = {bundle: f"epoch {epoch} process {bundle - 1}" for bundle in gone.values()}
+            what = f"{len(gone)} of {len(self.shards)} shards' processes to start"
+            found = self._start_again(ShardActor, titles, what, num_threads=self._num_threads)
+            for (rank, bundle), (actor, node) in zip(gone.items(), found, strict=True):
                 self.shards[rank] = self._member(f"shard {rank}", actor, node, bundle=bundle, epoch=epoch)
-        self._load(epoch, timeout_s)
+        self._load(epoch, self._config.recovery_timeout_s)
+
+    def _start_again(
+        self, actor_class: Any, titles: Mapping[int, str], what: str, *, num_threads: int
+    ) -> list[tuple[Any, Node]]:
+        """Processes in the places of some that are gone (titles: by bundle), and their nodes.
+
+        Ray may have yet to find out that a node is dead, and refuses what it sends there: then again.
+        """
+        timeout_s = self._config.recovery_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            actors = [
+                self.spawn(actor_class, bundle, title, num_threads=num_threads)
+                for bundle, title in titles.items()
+            ]
+            try:
+                nodes = self._wait(
+                    [actor.node.remote() for actor in actors],
+                    what,
+                    timeout_s,
+                    state=lambda: self._missing_room(list(titles)),
+                )
+            except UnavailableError as error:
+                for actor in actors:
+                    self._end_actor(actor)
+                if self._why_in_vain() is not None or time.monotonic() >= deadline_s:
+                    raise
+                self._progress(str(error))
+                time.sleep(_AGAIN_S)
+            else:
+                return list(zip(actors, nodes, strict=True))
 
     def _end_unless_idle(self, shard: Member) -> bool:
         """Whether a shard lives, has left its epoch and can join another; else its process is ended."""
@@ -257,12 +281,11 @@ class RunningGroup:
         """
         assert self.coordinator is not None, "there was one"
         self._end_actor(self.coordinator.actor)
-        actor = self.spawn(CoordinatorActor, 0, f"coordinator of epoch {epoch}", num_threads=1)
-        [node] = self._wait(
-            [actor.node.remote()],
+        [(actor, node)] = self._start_again(
+            CoordinatorActor,
+            {0: f"coordinator of epoch {epoch}"},
             "the next coordinator's process to start",
-            self._config.recovery_timeout_s,
-            state=lambda: self._missing_room([0]),
+            num_threads=1,
         )
         self._open_coordinator(actor, node, epoch=epoch, recovers=cause)
         for follower in self._followers:
@@ -294,7 +317,12 @@ class RunningGroup:
     def supervise(self) -> None:
         """From now on a process that ends before its time is noticed, and another one started."""
         self._progress = self._tell_recovery
-        self._supervisor = Supervisor(self, session=self._session, max_restarts=self._config.max_restarts)
+        self._supervisor = Supervisor(
+            self,
+            session=self._session,
+            max_restarts=self._config.max_restarts,
+            timeout_s=self._config.recovery_timeout_s,
+        )
 
     def _tell_recovery(self, message: str) -> None:
         logger.info("%s: %s", self.name, message)

@@ -30,6 +30,8 @@ _LOOK_S = 0.2
 _SETTLE_S = 0.3
 _PING_TIMEOUT_S = 0.5
 _CLOSED = "its connections were closed: its process, its node, or Ray's process (raylet) of its node is gone"
+_OF_USE_S = 5.0
+"""A coordinator that lived for so long has answered requests: no reason to wait before the next one."""
 
 
 class Supervised(Protocol):
@@ -56,10 +58,14 @@ class Supervisor:
 
     Ray reports a process that ended within milliseconds, and the coordinator is told. The coordinator decides
     what a loss means, and asks for the shards of the next epoch; of its own loss this thread decides.
-    max_restarts: how often in a row a coordinator may be lost.
+    max_restarts: how often in a row a coordinator may be lost. timeout_s: a start that has waited for so long
+    in vain is the last one.
     """
 
-    def __init__(self, group: Supervised, *, session: RaySession, max_restarts: int) -> None:
+    def __init__(
+        self, group: Supervised, *, session: RaySession, max_restarts: int, timeout_s: float
+    ) -> None:
+        self._timeout_s = timeout_s
         self.failure: str | None = None
         self._group = group
         self._session = session
@@ -100,7 +106,9 @@ class Supervisor:
                 self._session.abandon()
                 self._group.tell_lost(why)
                 return
-            done, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=_LOOK_S)
+            # For the first that ends; then whatever has ended with it, since one explains the other.
+            ray.wait(list(self._waiting), timeout=_LOOK_S)
+            done, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
             if self._is_stopping.is_set():
                 return
             for reference in done:
@@ -176,13 +184,17 @@ class Supervisor:
         self._epoch, self._cause = change.epoch, change.cause
         self._diagnosis.clear()
         logger.warning("epoch %d begins: %s", change.epoch, change.cause)
+        coordinator, start_s = self._group.members[0], time.monotonic()
         try:
             if not self._is_stopping.wait(back_off_s(change.num_in_vain)):
                 self._group.restart_shards(change.epoch, change.lost_rank)
         except (LatentrayError, ray.exceptions.RayError) as error:
             logger.warning("epoch %d did not begin: %s", change.epoch, error)
-            coordinator = self._group.members[0]
-            coordinator.ask("shard_lost", -1, f"the shards could not be started again: {error}", self._epoch)
+            text = f"the shards could not be started again: {error}"
+            if time.monotonic() - start_s > self._timeout_s:
+                coordinator.ask("give_up", f"{change.cause}; {text}")
+            else:
+                coordinator.ask("shard_lost", -1, text, self._epoch)
         finally:
             self._cause = ""
         self._attend()
@@ -190,22 +202,24 @@ class Supervisor:
     def _replace_coordinator(self) -> None:
         """Or fail, when too many have gone in a row."""
         text, self._lost_coordinator = self._lost_coordinator, ""
-        now_s = time.monotonic()
-        is_first = now_s - self._coordinator_since_s > STEADY_S
-        self._num_lost_coordinators = 1 if is_first else self._num_lost_coordinators + 1
-        self._coordinator_since_s = now_s
+        start_s = time.monotonic()
+        lived_s, self._coordinator_since_s = start_s - self._coordinator_since_s, start_s
+        self._num_lost_coordinators = 1 if lived_s > STEADY_S else self._num_lost_coordinators + 1
         if self._num_lost_coordinators > self._max_restarts:
             self._give_up(text)
             return
         self._epoch, self._cause = self._epoch + 1, text
-        self._diagnosis.clear()
-        logger.warning("epoch %d begins: %s", self._epoch, text)
-        if self._is_stopping.wait(back_off_s(self._num_lost_coordinators)):
+        was_of_use = lived_s > _OF_USE_S
+        if self._is_stopping.wait(0.0 if was_of_use else back_off_s(self._num_lost_coordinators)):
             return
         try:
             self._group.replace_coordinator(self._epoch, text)
         except (LatentrayError, ray.exceptions.RayError) as error:
-            self._give_up(f"{text}; no other could be started: {error}")
+            text = f"{text}; the next one could not be started: {error}"
+            if time.monotonic() - start_s > self._timeout_s:
+                self._give_up(text)
+            else:
+                self._lost_coordinator = text
             return
         self._recover(GroupState(num_shards=1, phase=Phase.RECOVERING, epoch=self._epoch, cause=text))
 

@@ -1,6 +1,7 @@
 """Processes that are killed while they serve: every stream goes on, token by token as if nothing had been."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -8,8 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import cycle, islice
 from pathlib import Path
+from random import Random
 
 import pytest
+import ray
 from msgspec.structs import replace
 
 from actors.requests import Request, RequestUpdate
@@ -160,3 +163,39 @@ async def test_streams_survive_a_killed_coordinator(
     now = pids_of(group)
     assert {name for name in now if now[name] != pids[name]} == {"coordinator"}, "weights are not read again"
     assert group.failure is None
+
+
+@pytest.mark.slow
+async def test_streams_survive_random_faults(group: GroupHandle, asked: list[Request]) -> None:
+    """Seeded: when, and who is stopped meanwhile. A stopped process comes back and is no loss."""
+    random = Random(7)
+    asked = [replace(r, params=replace(r.params, max_tokens=150)) for r in asked]
+    async with following(group) as (client, answering):
+        before = await client.current_stats()
+        live = asyncio.create_task(answered(answering, asked))
+        for victim in ("shard 0", "coordinator", "shard 1", "shard 0"):
+            await eventually(lambda: client.healthy, 60)
+            await asyncio.sleep(random.uniform(0.05, 0.4))
+            pids = pids_of(group)
+            if random.random() < 0.5:
+                stopped = pids[random.choice(["shard 0", "shard 1"])]
+                os.kill(stopped, signal.SIGSTOP)
+                asyncio.get_running_loop().call_later(random.uniform(0.5, 2), let_go_on, stopped)
+            assert not live.done()
+            os.kill(pids[victim], signal.SIGKILL)
+            await eventually(lambda: not client.healthy, 10)
+        answers = await live
+        after = await client.current_stats()
+    assert tokens_in(answers) == inline_tokens(asked)
+    assert after.epoch >= before.epoch + 4
+    assert (after.running, after.waiting, after.num_used_blocks) == (0, 0, 0)
+    assert len(group.process_ids()) == 3
+    assert not list(Path("/dev/shm").glob(f"latentray-{session_name()}-*"))
+    states = [table["state"] for table in ray.util.placement_group_table().values()]
+    assert states.count("CREATED") == 1
+    assert len(ray.util.list_named_actors(all_namespaces=True)) == 3
+
+
+def let_go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+        os.kill(pid, signal.SIGCONT)

@@ -74,6 +74,7 @@ def test_a_lost_nodes_processes_are_started_on_another_and_streams_go_on(tmp_pat
             output, _ = driver.communicate("now\n", timeout=200)
         finally:
             driver.kill()
+        assert driver.returncode == 0, (tmp_path / "driver.stderr").read_text()
         [outcome] = map(json.loads, output.splitlines())
         assert cluster.address(lost) not in outcome["ips"].values()
         assert outcome["tokens"] == inline_tokens(requests(400, ignore_eos=True))

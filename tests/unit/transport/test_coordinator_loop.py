@@ -387,3 +387,30 @@ async def test_the_idle_loop_sleeps() -> None:
         before_s = time.process_time()
         await asyncio.sleep(1.0)
         assert time.process_time() - before_s < 0.25
+
+
+async def test_requests_wait_for_the_next_shards_until_these_are_given_up() -> None:
+    group = LoopGroup(endless(0.005), max_restarts=1)
+    async with served(group) as client:
+        live = [asyncio.create_task(tokens_of(client, "before", 10**6))]
+        await eventually(lambda: bool(group.coordinator.live))
+        group.shards[1]._lifeline.shut()
+        await eventually(lambda: client.is_recovering and "recovering, 0 of 2" in client.message)
+        group.loop.recovery_waits("waiting for room: node 10.0.0.1 has 0 of 2 CPUs free")
+        await eventually(lambda: "node 10.0.0.1 has 0 of 2 CPUs free" in client.message)
+        assert not live[0].done()
+        group.loop.give_up("no room within 300 s")
+        with pytest.raises(UnavailableError, match="no room within 300 s"):
+            await live[0]
+        await eventually(lambda: not client.is_recovering and client.message == "no room within 300 s")
+
+
+async def test_an_epoch_that_could_not_begin_is_a_loss_without_a_rank() -> None:
+    group = LoopGroup(endless(0.005), max_restarts=2)
+    async with served(group) as client:
+        group.shards[1]._lifeline.shut()
+        await eventually(lambda: client.is_recovering and "recovering, 0 of 2" in client.message)
+        group.loop.shard_lost(-1, "the shards could not be started again: no memory", 1)
+        state = await asyncio.to_thread(group.loop.wait_change, 1, 5.0)
+        assert (state.epoch, state.lost_rank, state.num_in_vain) == (2, None, 2)
+        assert state.cause == "the shards could not be started again: no memory"
