@@ -1,4 +1,4 @@
-"""Bytes that are no message of their call end it with INVALID_ARGUMENT.
+"""Bytes that are no message of their call, or one that takes too much memory, end it with INVALID_ARGUMENT.
 
 gRPC by itself answers INTERNAL, as if the server were at fault, before a handler is asked.
 """
@@ -8,15 +8,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError
 from grpc import aio
 
 from cluster.gateway.statuses import errors_as_status
+from cluster.gateway.wire_size import WireBounds, check_size
 from kernels_integration.errors import InvalidRequestError
 
 
 class RefuseMalformed(aio.ServerInterceptor):  # type: ignore[misc]
-    """Decodes the requests of all unary calls and streams of answers; other kinds pass."""
+    """Decodes the requests of all unary calls and streams of answers; other kinds pass.
+
+    service: whose requests are held to the bounds.
+    """
+
+    def __init__(self, service: ServiceDescriptor, bounds: WireBounds) -> None:
+        self._messages = {
+            f"/{service.full_name}/{method.name}": method.input_type for method in service.methods
+        }
+        self._bounds = bounds
 
     async def intercept_service(
         self,
@@ -28,7 +39,14 @@ class RefuseMalformed(aio.ServerInterceptor):  # type: ignore[misc]
             return handler
         call = details.method.rpartition("/")[2]
         kind = "unary_stream" if handler.response_streaming else "unary_unary"
-        behaviour = _decoding(getattr(handler, kind), handler.request_deserializer, call)
+        message = self._messages.get(details.method)
+
+        def decode(data: bytes) -> Any:
+            if message is not None:
+                check_size(data, message, self._bounds)
+            return handler.request_deserializer(data)
+
+        behaviour = _decoding(getattr(handler, kind), decode, call)
         return handler._replace(request_deserializer=None, **{kind: behaviour})
 
 

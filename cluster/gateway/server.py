@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
-from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from actors.config import GroupConfig
+from actors.sampling_params import MAX_VOCABULARY
 from cluster.answering.answering import Answering
 from cluster.answering.group import Group
 from cluster.frontend.front_end import ModelFrontend
@@ -20,6 +21,7 @@ from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from cluster.gateway.reflection import add_reflection
 from cluster.gateway.servicer import SERVICE_NAME, VllmEngineServicer
 from cluster.gateway.stats_log import log_stats
+from cluster.gateway.wire_size import WireBounds
 from kernels_integration.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES_PER_CLIENT = 1024
 """Completions that the requests of one host may have running or queued; a request has n."""
+_SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+_MIN_TEXT_BYTES = 2**20
+"""Texts beside the prompt, such as a grammar, have rules of their own, which name them better."""
 _CLOSE_GRACE_S = 0.5
 """For the last statuses to leave, and for health watchers to read NOT_SERVING."""
 
@@ -84,7 +89,8 @@ class GatewayServer:
         """Listen. Errors: ConfigError when the port is taken or the host is not this machine's."""
         require_free(self._host, self.port)
         server = aio.server(
-            interceptors=(RefuseMalformed(),), options=server_options(self._max_message_bytes)
+            interceptors=(RefuseMalformed(_SERVICE, _bounds_of(self._frontend)),),
+            options=server_options(self._max_message_bytes),
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -192,3 +198,13 @@ def _cannot_listen(host: str, port: int, cause: str, flag: str = "--port") -> Co
 
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _bounds_of(frontend: ModelFrontend) -> WireBounds:
+    """What is above them would be refused after decoding too, only later."""
+    characters = frontend.max_prompt_characters
+    return WireBounds(
+        max_values=max(frontend.max_model_len, MAX_VOCABULARY),
+        # of a character UTF-8 makes up to four bytes
+        max_text_bytes=None if characters is None else max(4 * characters, _MIN_TEXT_BYTES),
+    )
