@@ -28,7 +28,7 @@ class WireBounds:
 
 
 def check_size(data: bytes, message: Descriptor, bounds: WireBounds) -> None:
-    """Errors: InvalidRequestError for what is beyond the bounds. What is no message passes: decoding tells."""
+    """Errors: InvalidRequestError beyond the bounds. Bytes that are no message pass: decoding tells."""
     try:
         _Scan(bounds).message(memoryview(data), message, "")
     except IndexError:  # it ends in the middle of a field
