@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
@@ -55,6 +56,8 @@ class GroupClient:
         self._is_lost = False
         """The connection was closed, and no coordinator has been heard since."""
         self._lost_at_s = 0.0
+        self._is_over = False
+        """The group has failed for good."""
         self._silence_s = silence_s
         self._silence: SilenceWatch[str] = SilenceWatch(request_channel.BEAT_S)
         self._give_up_s = give_up_s
@@ -68,8 +71,10 @@ class GroupClient:
 
     @property
     def stats(self) -> GroupStats | None:
-        """The group's numbers as of its last heartbeat; None before the first."""
-        return self._beat.stats if self._beat is not None else None
+        """The group's numbers as of its last heartbeat, without load when it is gone; None before one."""
+        if self._beat is None or not (self._is_lost or self._is_over):
+            return self._beat.stats if self._beat is not None else None
+        return msgspec.structs.replace(self._beat.stats, running=0, waiting=0, num_used_blocks=0)
 
     @property
     def healthy(self) -> bool:
@@ -140,9 +145,10 @@ class GroupClient:
         self._send(Hello())
 
     def lose(self, reason: str) -> None:
-        """No successor will come."""
+        """No successor will come, and what the coordinator still says, if it lives, means nothing."""
         self._recovery_s = 0.0
-        self._trouble = reason
+        self._is_over, self._trouble = True, reason
+        self._fail(reason)
 
     def abort(self, keys: Iterable[SequenceKey]) -> None:
         """As Group.abort."""
@@ -188,8 +194,9 @@ class GroupClient:
                 logger.exception("a message of the coordinator could not be read")
                 continue
             self._silence.heard(_COORDINATOR)
-            self._trouble = ""
             self._is_lost = False
+            if not self._is_over:
+                self._trouble = ""
             if isinstance(message, Updates):
                 self._dispatch(message)
             else:
@@ -211,7 +218,7 @@ class GroupClient:
             self._send(Hello())
             await asyncio.sleep(request_channel.BEAT_S)
             self._silence.tick()
-            if self._silence.silent(self._silence_s):
+            if self._silence.silent(self._silence_s) and not self._is_over:
                 silence_s = self._silence.silence_s(_COORDINATOR)
                 self._trouble = (
                     f"no heartbeat from the coordinator at {self.request_address} for {silence_s:.1f} s"
@@ -228,6 +235,8 @@ class GroupClient:
                 if event["endpoint"].decode() != self.request_address:
                     continue  # of a coordinator that has a successor
                 self._is_lost, self._lost_at_s = True, time.monotonic()
+                if self._is_over:
+                    continue
                 self._trouble = (
                     f"the connection to the coordinator at {self.request_address} was closed: it has ended, "
                     "or its process or node is gone"

@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from kernels_integration.errors import InvalidRequestError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MAX_VARINT_BYTES = 10
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4}
 _MAX_FIELDS = 2**16
 """Of a message and those inside it. A packed list, as proto3 writes numbers, is one; looking at so many takes
@@ -80,14 +81,22 @@ class _Scan:
                     field=path,
                 )
         elif field.type != FieldDescriptor.TYPE_BYTES and len(data) > self._bounds.max_values:
-            # the last byte of each number lacks the high bit
-            count = int(np.count_nonzero(np.frombuffer(data, np.int8) >= 0))
+            count = _num_varints(data, self._bounds.max_values)
             if count > self._bounds.max_values:
                 raise InvalidRequestError(
-                    f"{path} holds {count} numbers; no list of a request has more than "
+                    f"{path} holds {count} numbers or more; no list of a request has more than "
                     f"{self._bounds.max_values} here",
                     field=path,
                 )
+
+
+def _num_varints(data: memoryview, limit: int) -> int:
+    """As many as there are, or only that they are more than the limit."""
+    at_least = len(data) // _MAX_VARINT_BYTES
+    if at_least > limit:
+        return at_least
+    # the last byte of each lacks the high bit
+    return int(np.count_nonzero(np.frombuffer(data, np.int8) >= 0))
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:

@@ -195,8 +195,10 @@ async def test_a_closed_connection_is_a_death_and_known_at_once() -> None:
     client = GroupClient(end.address, silence_s=600)
     connecting = asyncio.create_task(client.connect())
     await eventually(lambda: bool(end.receive()))
-    end.beat(request_channel.GroupBeat(healthy=True, message="ready", stats=ScriptedCoordinator().stats()))
+    stats = msgspec.structs.replace(ScriptedCoordinator().stats(), running=3, waiting=2)
+    end.beat(request_channel.GroupBeat(healthy=True, message="ready", stats=stats))
     await connecting
+    assert client.stats == stats
     live = asyncio.create_task(streams.tokens_of(client, request("r")))
     await eventually(lambda: bool(end.receive()))
     end.close()
@@ -204,8 +206,28 @@ async def test_a_closed_connection_is_a_death_and_known_at_once() -> None:
         await asyncio.wait_for(live, 5)
     assert not client.healthy
     assert "was closed" in client.message
+    assert client.stats is not None
+    assert (client.stats.running, client.stats.waiting) == (0, 0), "what is gone runs nothing"
     await client.close()
     context.destroy(linger=0)
+
+
+async def test_a_group_that_failed_for_good_ends_streams_though_its_coordinator_lives() -> None:
+    """Where Ray is lost, nobody may be left to end the coordinator at once."""
+    group = LoopGroup(endless(0.002))
+    group.start()
+    async with GroupClient(group.address) as client:
+        await eventually(lambda: client.healthy)
+        live = asyncio.create_task(streams.tokens_of(client, request("r", 10**6)))
+        await eventually(lambda: len(group.coordinator.live) == 1)
+        client.lose("Ray is gone")
+        with pytest.raises(UnavailableError, match="Ray is gone"):
+            await asyncio.wait_for(live, 5)
+        await eventually(lambda: not group.coordinator.live)
+        await asyncio.sleep(2 * request_channel.BEAT_S)  # it still says that it is well
+        assert not client.healthy
+        assert client.message == "Ray is gone"
+    group.stop()
 
 
 async def test_a_coordinator_that_was_away_does_not_take_its_clients_for_dead() -> None:
