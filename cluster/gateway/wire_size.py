@@ -85,7 +85,7 @@ class _Scan:
             if count > self._bounds.max_values:
                 raise InvalidRequestError(
                     f"{path} holds {count} numbers or more; no list of a request has more than "
-                    f"{self._bounds.max_values} here",
+                    f"{self._bounds.max_values} here, nor a prompt more than max_model_len",
                     field=path,
                 )
 
