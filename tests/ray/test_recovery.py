@@ -82,7 +82,9 @@ PHASES = {"prefill": 0, "first tokens": 8, "verify": 200}
 """Tokens generated before the kill, all streams together."""
 
 
-@pytest.mark.parametrize(("rank", "phase"), [(1, "prefill"), (0, "first tokens"), (1, "verify")])
+@pytest.mark.product(2)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rank", [0, 1])
 async def test_streams_survive_a_killed_shard(
     group: GroupHandle,
     asked: list[Request],
@@ -136,6 +138,7 @@ async def following(group: GroupHandle) -> AsyncIterator[tuple[GroupClient, Answ
     group._group._followers.clear()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("phase", PHASES)
 async def test_streams_survive_a_killed_coordinator(
     group: GroupHandle, asked: list[Request], undisturbed: dict[str, list[int]], phase: str
@@ -166,9 +169,11 @@ async def test_streams_survive_a_killed_coordinator(
 
 
 @pytest.mark.slow
-async def test_streams_survive_random_faults(group: GroupHandle, asked: list[Request]) -> None:
+@pytest.mark.product(1)
+@pytest.mark.parametrize("seed", range(4))
+async def test_streams_survive_random_faults(group: GroupHandle, asked: list[Request], seed: int) -> None:
     """Seeded: when, and who is stopped meanwhile. A stopped process comes back and is no loss."""
-    random = Random(7)
+    random = Random(seed)
     asked = [replace(r, params=replace(r.params, max_tokens=150)) for r in asked]
     async with following(group) as (client, answering):
         before = await client.current_stats()

@@ -61,6 +61,7 @@ def test_a_lost_node_fails_live_requests_within_5_s(cluster: NetworkCluster, fau
 
 
 @pytest.mark.slow
+@pytest.mark.product(0)
 def test_a_lost_nodes_processes_are_started_on_another_and_streams_go_on(tmp_path: Path) -> None:
     """Three nodes of two CPUs: the group's three processes take two of them, the third is to spare."""
     with NetworkCluster(tmp_path, num_cpus=(2, 2, 2)) as cluster:
