@@ -1,8 +1,9 @@
-"""`ray job submit --working-dir . -- python -m cluster batch ...` on a running cluster."""
+"""Batches as jobs of a running cluster: `ray job submit`, and `latentray submit` with the same outcome."""
 
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_process import ROOT, SMALL, command, environment
+from tests.support.cutting_proxy import CuttingProxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow]
 
@@ -124,6 +126,42 @@ def test_a_submitted_folder_needs_no_installation(ray_cluster: RayCluster, tmp_p
     assert texts == ["The capital of France is Paris.", "The capital of Spain is Madrid."]
     for name in WITNESSES:
         assert "working_dir_files" in (tmp_path / name).read_text()
+
+
+def test_latentray_submit_is_the_same_and_goes_on_over_broken_connections(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Through a proxy that cuts each of the first connections once the log has begun; Ray's own command, as
+    printed, then finds nothing to do."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"prompt": "The SELECT statement", "max_tokens": 24}
+    rows = [{"custom_id": str(i), "url": "/v1/completions", "body": body | {"seed": i}} for i in range(20)]
+    source.write_text("\n".join([*map(json.dumps, rows), "bad"]))
+    words = ("batch", "-i", str(source), "-o", str(out), *SMALL)
+    with CuttingProxy(int(ray_cluster.dashboard.rsplit(":", 1)[1]), when=b" s] ", num_cuts=2) as proxy:
+        done = subprocess.run(
+            command("submit", "--address", proxy.url, "--python", sys.executable, "--", *words),
+            cwd=tmp_path,
+            env=ray_cluster.env | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "http://127.0.0.1:1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert proxy.num_cut == 2
+    log = done.stdout
+    assert log.count("21 rows, 1 failed") == 1, "no line is lost, none comes twice"
+    assert "has failed" in done.stderr
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [a["custom_id"] for a in answers] == [*map(str, range(20)), None]
+    assert len({a["response"]["body"]["choices"][0]["text"] for a in answers[:-1]}) > 1
+
+    [printed] = [line for line in done.stderr.splitlines() if line.strip().startswith("ray job submit")]
+    argv = shlex.split(printed.replace(proxy.url, ray_cluster.dashboard))
+    again = ray_cluster.ray(*argv[1:])
+    assert "nothing to do" in again.stdout, again.stdout + again.stderr
+    assert "exit code 3" in again.stdout + again.stderr
+    assert [json.loads(line) for line in out.read_text().splitlines()] == answers
 
 
 @pytest.mark.parametrize(
