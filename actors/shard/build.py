@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from actors.config import GroupConfig
@@ -50,9 +51,26 @@ def build_shard(
         tp, dcp_comm = SpannedCollectives(tp, spans), SpannedCollectives(dcp_comm, spans)
     dcp = DcpGroup(config.cp_kv_cache_interleave_size, dcp_comm, config.dcp_comm_backend)
     model = load_weights(config, tp=tp, dcp=dcp, spans=spans, progress=progress)
-    return assemble(
-        config, model, allocate_cache(config, model), tp=tp, dcp=dcp, spans=spans, fixed_shapes=fixed_shapes
-    )
+    taken = [_allocated(model)]
+    cache = allocate_cache(config, model)
+    taken.append(_allocated(model))
+    shard = assemble(config, model, cache, tp=tp, dcp=dcp, spans=spans, fixed_shapes=fixed_shapes)
+    taken.append(_allocated(model))
+    if model.backend.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        names = ("weights", "KV cache", "state")
+        parts = zip(names, np.diff([0, *taken]) / 2**30, strict=True)
+        logger.info(
+            "memory of the GPU: %s; %.1f GiB of %.1f are free for steps and graphs",
+            ", ".join(f"{name} {size:.1f} GiB" for name, size in parts),
+            free / 2**30,
+            total / 2**30,
+        )
+    return shard
+
+
+def _allocated(model: Model) -> int:
+    return torch.cuda.memory_allocated() if model.backend.device.type == "cuda" else 0
 
 
 def load_weights(

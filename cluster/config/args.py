@@ -23,6 +23,7 @@ from cluster.config.values import (
     PortOrNone,
     Seconds,
     Seed,
+    Share,
     Size,
     SmallCount,
     SpeculativeConfig,
@@ -273,9 +274,17 @@ class EngineArgs(SettingsModel):
         Setting(
             "Memory of the KV cache on each shard; K, M and G count in powers of 1024.",
             group="KV cache",
-            shown_default="512M",
+            shown_default="512M; on a GPU what --gpu-memory-utilization leaves",
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        Share,
+        Setting(
+            "Of a GPU's memory, what other programs hold included: what weights and steps leave of it is the "
+            "KV cache's, where neither flag above sizes it.",
+            group="KV cache",
+        ),
+    ] = 0.9
     kv_cache_dtype: Annotated[
         KVCacheDtype,
         Setting(

@@ -11,7 +11,6 @@ _MODEL = "use --model, the directory of a checkpoint"
 _LENGTH = "use --max-model-len"
 _REQUESTS = "use --max-num-seqs"
 _ROWS = "use --max-num-batched-tokens, which bounds the chunks of prompts"
-_MEMORY = "use --kv-cache-memory-bytes, which takes a size such as 2G, not a share"
 _DRAFTS = "use --num-speculative-tokens"
 _GROUPS = "use --num-groups"
 _LAYERS = "layers are not spread over stages; spread each one by --tensor-parallel-size"
@@ -44,8 +43,7 @@ OTHER_ENGINES = {
     "page_size": "use --block-size",
     "num_gpu_blocks_override": "use --num-kv-blocks",
     "max_total_tokens": "use --num-kv-blocks, times --block-size",
-    "gpu_memory_utilization": _MEMORY,
-    "mem_fraction_static": _MEMORY,
+    "mem_fraction_static": "use --gpu-memory-utilization on a GPU, --kv-cache-memory-bytes on a CPU",
     "speculative_num_steps": _DRAFTS,
     "speculative_num_draft_tokens": _DRAFTS,
     "disable_radix_cache": "use --no-enable-prefix-caching",

@@ -14,6 +14,7 @@ from actors.model.checkpoint_files import CheckpointFiles
 from actors.model.config import ModelConfig
 from actors.model.tensors import layer_of, layer_prefix
 from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
+from cluster.config.gpu_memory import gpu_budget
 from cluster.config.sizes import format_size
 from kernels_integration.errors import CheckpointError, ConfigError
 from kernels_integration.kv_layout import default_indexer_kv_dtype
@@ -21,6 +22,7 @@ from kernels_integration.topology import Topology
 
 DEFAULT_SPECULATIVE_TOKENS = 3
 DEFAULT_KV_CACHE_MEMORY_BYTES = 512 * 2**20
+MOST_KV_OF_REQUESTS = 4
 # Beyond any machine: what a real one lacks is told by doctor, and by the shard that cannot allocate it.
 MAX_KV_CACHE_MEMORY_BYTES = 64 * 2**40
 
@@ -50,6 +52,12 @@ def resolve(args: EngineArgs) -> GroupConfig:
         model, num_speculative_tokens, kv_cache_dtype, indexer_kv_dtype
     )
     num_kv_blocks = _num_kv_blocks(args, bytes_per_block)
+    if device == "cuda" and args.num_kv_blocks is None and args.kv_cache_memory_bytes is None:
+        budget = gpu_budget(args, model, dtype=dtype, num_speculative_tokens=num_speculative_tokens)
+        # Beyond a few times what all requests can hold, blocks would only be counted.
+        most = MOST_KV_OF_REQUESTS * args.max_num_seqs * (args.max_model_len or model.max_model_len)
+        held = budget.require(bytes_per_block) // bytes_per_block
+        num_kv_blocks = min(held, -(-most // args.block_size))
     derived: dict[str, Any] = {
         "model_path": str(path),
         "served_model_name": args.served_model_name or _default_name(args.model, path),

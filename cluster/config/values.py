@@ -61,6 +61,7 @@ PortOrNone = Annotated[
     Rule("a whole number from 0 to 65535, or none", "PORT"),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("a number of seconds above 0", "SECONDS")]
+Share = Annotated[float, Field(gt=0, le=1), Rule("a share above 0 and at most 1", "SHARE")]
 Size = Annotated[
     int,
     BeforeValidator(parse_size),

@@ -150,7 +150,7 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["status", "x"], "status takes no argument 'x'"),
         (["serve", "--kv-cache-memory-bytes", "0.9"], "is '0.9'; it must be a size"),
         (["serve", "--tp", "2"], "there is no tp: use --tensor-parallel-size or -tp"),
-        (["serve", "--gpu-memory-utilization=0.9"], "use --kv-cache-memory-bytes, which takes a size"),
+        (["serve", "--mem-fraction-static=0.9"], "use --gpu-memory-utilization on a GPU"),
         (["serve", "--api-key", "x"], "there is no api_key"),
         (["serve", "--dp-size", "2"], "there is no dp_size: use --num-groups"),
         (["serve", "--max-model-len", "32k"], "--max-model-len is '32k'; it must be a whole number >= 1: "),
@@ -388,7 +388,7 @@ def test_memory_of_other_machines_is_not_judged(monkeypatch: pytest.MonkeyPatch)
     [
         ("tp", "use tensor_parallel_size"),
         ("disable_radix_cache", "use enable_prefix_caching=False"),
-        ("gpu_memory_utilization", "use kv_cache_memory_bytes, which takes a size such as 2G, not a share"),
+        ("mem_fraction_static", "use gpu_memory_utilization on a GPU, kv_cache_memory_bytes on a CPU"),
     ],
 )
 def test_keywords_of_other_engines_are_explained_in_python(name: str, words: str) -> None:
