@@ -1,4 +1,4 @@
-"""The rendered command and the rendered file start the real programs: a Ray node, a server, one token."""
+"""The rendered command and the rendered file start the real programs: Ray nodes, a server, one token."""
 
 import http.client
 import json
@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from tests.support.chart import ROOT, Renderer, one
+from tests.support.network_cluster import NetworkCluster, missing_requirement
 
+_MISSING = missing_requirement()
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow]
 
 
@@ -161,3 +163,57 @@ def test_a_pod_serves_one_token_and_drains(pod: Pod, tmp_path: Path) -> None:
     assert b'"finish_reason":"length"' in rest[-2].replace(b" ", b"")
     assert pod.process.wait(90) == 0, pod.log.read_text()
     assert "Traceback" not in pod.log.read_text()
+
+
+@pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+def test_a_server_without_cpus_takes_those_of_a_worker(chart: Renderer, tmp_path: Path) -> None:
+    """Three nodes as the chart makes them: a head and a server without CPUs of Ray's account, a worker."""
+    config = {
+        "host": "0.0.0.0",
+        "port": 50051,
+        "http-port": 8000,
+        "max-model-len": 256,
+        "kv-cache-memory-bytes": 16 * 2**20,
+        "log-dir": str(tmp_path / "logs"),
+    }
+    values = {
+        "config": config,
+        "server": {"rayCpus": 0},
+        "workers": [{"name": "shards", "replicas": 1, "rayCpus": 2}],
+    }
+    documents = chart.documents(values)
+    for name, text in one(documents, "ConfigMap")["data"].items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latentray").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cluster "$@"\n')
+    (tmp_path / "latentray").chmod(0o755)
+    cluster_spec = one(documents, "RayCluster")["spec"]
+    server, worker = cluster_spec["workerGroupSpecs"]
+    groups = [cluster_spec["headGroupSpec"], worker, server]
+    num_cpus = [int(group["rayStartParams"]["num-cpus"]) for group in groups]
+    assert num_cpus == [0, 2, 0]
+    with NetworkCluster(tmp_path, num_cpus=num_cpus) as nodes:
+        variables = {
+            "LATENTRAY_CONFIG": tmp_path / "latentray.yaml",
+            "RAY_ADDRESS": f"{nodes.address(0)}:6379",
+            "KUBERAY_GEN_RAY_START_CMD": "sleep infinity",  # the node of the server runs already
+            "OMP_NUM_THREADS": 1,
+        }
+        script = f'echo $$ > pid; export PATH="{tmp_path}:$PATH"; exec bash {tmp_path / "serve.sh"}'
+        told = [f"{name}={value}" for name, value in variables.items()]
+        process = nodes.start(2, "env", *told, "setsid", "--wait", "bash", "-c", script)
+        asked = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:8000/ready').status)"
+        deadline_s = time.monotonic() + 150
+        while nodes.run(2, sys.executable, "-c", asked).returncode:
+            assert process.poll() is None, (tmp_path / "driver.stderr").read_text()
+            assert time.monotonic() < deadline_s, (tmp_path / "driver.stderr").read_text()
+            time.sleep(0.5)
+        answer = nodes.run(
+            2, str(tmp_path / "latentray"), "generate", "--server", "127.0.0.1:50051", "--json",
+            "--max-tokens", "1", "Hello",
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        assert json.loads(answer.stdout)
+        facts = nodes.run(2, str(tmp_path / "latentray"), "status", "--json").stdout
+        assert list(json.loads(facts)["engine"]["actors_by_node"]) == [nodes.address(1)]
+        assert nodes.run(2, "bash", "-c", "kill -TERM -- -$(cat pid)").returncode == 0
+        assert process.wait(90) == 0, (tmp_path / "driver.stderr").read_text()
