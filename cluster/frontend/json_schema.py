@@ -89,6 +89,8 @@ def _problem(node: Mapping[str, Any]) -> str | None:
         values = [node["const"]] if first == "const" else node.get("enum")
         if first in ("const", "enum") and isinstance(values, list):
             beside = [name for name in beside if name != "type" or not _all_fit(values, node["type"])]
+        if first in ("anyOf", "oneOf") and _all_are(node[first], node.get("type")):
+            beside = [name for name in beside if name != "type"]
         return (
             f"{', '.join(beside)} beside {first} would be passed over; move it into {first}"
             if beside
@@ -97,6 +99,21 @@ def _problem(node: Mapping[str, Any]) -> str | None:
     if "type" not in node and beside and not (node.keys() & (_TELL_OBJECT | _TELL_ARRAY)):
         return f"{', '.join(beside)} without type would be passed over; say the type"
     return _problem_of_text(node) or _problem_of_names(node)
+
+
+def _all_are(alternatives: Any, kind: object) -> bool:
+    """Whether each of the alternatives demands this type by itself."""
+
+    def is_one(schema: Any) -> bool:
+        if not isinstance(schema, Mapping):
+            return False
+        return (
+            schema["type"] == kind
+            if "type" in schema
+            else kind == "object" and bool(schema.keys() & _TELL_OBJECT)
+        )
+
+    return isinstance(alternatives, list) and all(map(is_one, alternatives))
 
 
 def _problem_of_text(node: Mapping[str, Any]) -> str | None:

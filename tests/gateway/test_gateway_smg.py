@@ -48,8 +48,11 @@ class Router:
                 json.dumps(sent).encode(),
                 {"Content-Type": "application/json"},
             )
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.load(answer)
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                raise AssertionError(error.read().decode()) from error
 
         return await asyncio.to_thread(run)
 
@@ -141,6 +144,30 @@ async def test_a_chat_with_the_bundled_model_is_answered_rightly(router, group):
     frontend = ModelFrontend.from_pretrained(TINY_DSA, served_model_name="tiny-dsa", max_model_len=64)
     chat = [{"role": "user", "content": "What is the capital of Germany?"}]
     assert answer["usage"]["prompt_tokens"] == len(frontend.render_chat(chat))
+
+
+async def test_a_form_and_a_call_that_are_demanded_are_kept(router, group):
+    """The router turns both into constraints of the gRPC protocol."""
+    pytest.importorskip("xgrammar")
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "string", "maxLength": 20}, "large": {"type": "boolean"}},
+        "required": ["capital", "large"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    question = {"role": "user", "content": "What is the capital of Germany?"}
+    answer = await router.chat(question, response_format=form, max_tokens=200)
+    found = json.loads(answer["choices"][0]["message"]["content"])
+    assert isinstance(found["large"], bool)
+    assert set(found) == {"capital", "large"}
+    schema = schema | {"properties": {"large": {"type": "boolean"}}, "required": ["large"]}
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": schema}}]
+    named = {"type": "function", "function": {"name": "look_up"}}
+    answer = await router.chat(question, tools=tools, tool_choice=named, max_tokens=200)
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "look_up"
+    assert set(json.loads(call["function"]["arguments"])) == {"large"}
 
 
 @pytest.mark.parametrize("stream", [True, False])

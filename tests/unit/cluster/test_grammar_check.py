@@ -166,6 +166,9 @@ def test_demands_that_would_be_passed_over_are_found_wherever_they_stand(
         {"type": "object", "properties": {"a": {}}, "additionalProperties": False, "minProperties": 1},
         {"type": "integer", "minLength": 3},
         {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "T"},
+        # as the SMG router demands calls of tools
+        {"type": "object", "anyOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]}]},
+        {"type": "object", "oneOf": [{"type": "object"}, {"type": "object", "properties": {}}]},
         {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "null"}}},
         {"properties": {"not": {"type": "null"}, "if": {"type": "null"}}, "required": ["not"]},
         {"type": "array", "uniqueItems": False, "prefixItems": [{"type": "null"}], "items": False},
