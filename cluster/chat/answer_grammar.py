@@ -11,6 +11,7 @@ from actors.structured_outputs import StructuredOutputs
 from cluster.chat.answer_form import AnswerForm
 from cluster.chat.formats import Format, tag
 from cluster.chat.reasoning import END_THINK, THINK, opens_thoughts
+from kernels_integration.errors import InvalidRequestError
 
 
 def held_answer(
@@ -24,7 +25,7 @@ def held_answer(
     """The constraint of a whole answer: of its thoughts none, then calls of these tools or such content.
 
     prompt_end: the end of the prompt, which tells whether thoughts have begun. one_call: one call alone.
-    None where nothing is demanded.
+    None where nothing is demanded. Errors: InvalidRequestError for one that is too long or too deep.
     """
     tools = list(calls)
     if not tools and content is None:
@@ -43,7 +44,12 @@ def held_answer(
     answer = demanded[0] if len(demanded) == 1 else {"type": "or", "elements": demanded}
     if prefix is not None:
         answer = {"type": "sequence", "elements": [prefix, answer]}
-    held = StructuredOutputs.of(structural_tag={"type": "structural_tag", "format": answer})
+    try:
+        held = StructuredOutputs.of(structural_tag={"type": "structural_tag", "format": answer})
+    except ValueError as error:  # too long, or too deep
+        raise InvalidRequestError(
+            f"what the answer must look like holds a {error}; shorten the schemas", field="structured_outputs"
+        ) from None
     return held.behind(END_THINK) if opened else held
 
 

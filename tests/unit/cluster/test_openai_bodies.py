@@ -1,11 +1,12 @@
 """OpenAI bodies, read strictly."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.structured_outputs import StructuredOutputs
+from actors.structured_outputs import MAX_LENGTH, StructuredOutputs
 from cluster.config import BUNDLED_CHECKPOINT
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.bodies import check_model, parse_body
@@ -413,16 +414,31 @@ def test_prompt_logprobs_have_no_place_in_a_stream(frontend: ModelFrontend) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefix", "is_behind"),
-    [("<think>\n", True), ("<think>\n</think>", False), ("", False)],
+    ("prefix", "thoughts"),
+    [("<think>\n", "open"), ("<think>\n</think>", "over"), ("", "optional")],
     ids=["thinks", "does not", "says nothing"],
 )
-def test_a_format_is_the_answers_and_not_its_thoughts(tmp_path: Path, prefix: str, is_behind: bool) -> None:
+def test_a_format_is_the_answers_and_not_its_thoughts(tmp_path: Path, prefix: str, thoughts: str) -> None:
     """A prompt that opens thoughts lets the model end them; `tests/unit/grammar` holds what follows."""
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}{# </think> #}" + prefix)
     thinking = chat_frontend(str(template), reasoning_parser="deepseek_r1")
     body = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
     [request] = parse_body(CHAT, body).to_requests("r", thinking)
-    plain = StructuredOutputs("json_object")
-    assert request.params.structured_outputs == (plain.behind("</think>") if is_behind else plain)
+    plain, constraint = StructuredOutputs("json_object"), request.params.structured_outputs
+    assert constraint is not None
+    if thoughts == "optional":
+        first, answer = json.loads(constraint.text)["format"]["elements"]
+        assert (first["type"], first["content"]["begin"]) == ("optional", "<think>")
+        assert answer == plain.as_format()
+    else:
+        assert constraint == (plain.behind("</think>") if thoughts == "open" else plain)
+
+
+def test_a_demand_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}{# </think> #}")
+    thinking = chat_frontend(str(template), reasoning_parser="deepseek_r1")
+    body = {"messages": MESSAGES, "guided_regex": "a" * (MAX_LENGTH - 5)}
+    with pytest.raises(InvalidRequestError, match=r"structural_tag of \d+ characters, which may have"):
+        parse_body(CHAT, body).to_requests("r", thinking)
