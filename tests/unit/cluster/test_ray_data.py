@@ -1,4 +1,4 @@
-"""The step for Ray Data, called as its actors call it, without Ray."""
+"""The step for Ray Data, called as its actors call it; tests/ray/test_ray_data_pipeline.py runs it there."""
 
 from collections.abc import Iterator
 
