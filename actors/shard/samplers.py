@@ -66,7 +66,7 @@ class Sampler(Protocol):
         ...
 
     def verify(self, logits: Tensor, rows: StepRows, drafts: Drafts) -> Verified:
-        """logits: of rows.sampled_rows()."""
+        """logits: of rows.sampled_rows."""
         ...
 
 
@@ -97,14 +97,14 @@ class CoupledSampler:
         return Draft(tokens=sample(logits, self._vocab_start, rows, self._comm).tokens.clamp_(min=0))
 
     def verify(self, logits: Tensor, rows: StepRows, drafts: Drafts) -> Verified:
-        _, slots, positions = rows.sampled_rows()
+        _, slots, positions = rows.sampled_rows
         sampling = self._state.rows(
             slots, positions, preceding=rows.preceding(drafts.tokens), with_logprobs=True
         )
         sampled = sample(logits, self._vocab_start, sampling, self._comm)
         tokens = self._boundary.down(sampled.tokens)
         return Verified(
-            tokens=np.where(positions >= rows.token_limits(), MASKED, tokens),
+            tokens=np.where(positions >= rows.token_limits, MASKED, tokens),
             logprobs=sampled.logprobs,
         )
 
@@ -127,7 +127,7 @@ class StandardSampler:
 
     def verify(self, logits: Tensor, rows: StepRows, drafts: Drafts) -> Verified:
         up, down = self._boundary.up, self._boundary.down
-        _, slots, positions = rows.sampled_rows()
+        _, slots, positions = rows.sampled_rows
         sampling = self._state.rows(
             slots, positions, preceding=rows.preceding(drafts.tokens), with_logprobs=True
         )
@@ -146,7 +146,7 @@ class StandardSampler:
         )
         # A request's last token is always a bonus: how many drafts reach beyond it depends on how much the
         # coordinator knew when it chose k, and deferred streams must equal synchronous ones.
-        limits = rows.token_limits()
+        limits = rows.token_limits
         closing = np.flatnonzero(positions[judged] == limits[judged] - 1)
         bonus_rows = np.concatenate([last, judged[closing]])
         bonus = down(self._bonus(target, up(bonus_rows), sampling))

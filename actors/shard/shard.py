@@ -226,14 +226,15 @@ class Shard:
         token_ids = np.empty(rows.num_rows, np.int64)
         anchor_rows = np.cumsum(rows.k + 1) - (rows.k + 1)
         token_ids[anchor_rows] = self._lengths.anchors(rows.slots[: rows.num_verifies])
-        verify_rows = np.arange(rows.num_verify_rows)
-        token_ids[np.setdiff1d(verify_rows, anchor_rows, assume_unique=True)] = drafts.on_host
+        is_draft = np.ones(rows.num_verify_rows, bool)
+        is_draft[anchor_rows] = False
+        token_ids[: rows.num_verify_rows][is_draft] = drafts.on_host
         token_ids[rows.num_verify_rows :] = step.ids
         return self._model.forward(self._boundary.up(token_ids), self._slot_rows.target(rows), self._cache)
 
     def _sample(self, rows: StepRows, hidden: Tensor, drafts: Drafts) -> Verified:
         """The tokens of every verify row and of every final chunk."""
-        target_rows, _, _ = rows.sampled_rows()
+        target_rows, _, _ = rows.sampled_rows
         if len(target_rows) < len(hidden):
             hidden = hidden[self._boundary.up(target_rows)]
         return self._sampler.verify(self._model.logits(hidden), rows, drafts)
@@ -272,7 +273,7 @@ class Shard:
             self._sampling.append(slot, accepted[begin:end])
         if not self._config.num_speculative_tokens:
             return
-        target_rows, _, _ = rows.sampled_rows()
+        target_rows, _, _ = rows.sampled_rows
         self._pending.store(
             rows.token_slots,
             rows.token_starts,

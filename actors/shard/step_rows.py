@@ -1,6 +1,7 @@
 """A step's message, unpacked into the row arithmetic that draft, verify and report share."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from actors.shard.slot_rules import Preceding
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: what several phases ask for is computed once
 class StepRows:
     """N scheduled requests, verifies first by k descending, then chunks.
 
@@ -75,6 +76,7 @@ class StepRows:
         """Requests that take more than i drafts; they stand first."""
         return int((self.k > i).sum())
 
+    @cached_property
     def sampled_rows(self) -> tuple[Int64s, Int64s, Int64s]:
         """Rows whose token is drawn: every verify row, then the last row of each final chunk.
 
@@ -91,6 +93,7 @@ class StepRows:
         chunk_positions = (self.starts + self.counts - 1)[self.final]
         return rows, slots, np.concatenate([verify_positions, chunk_positions]) + 1
 
+    @cached_property
     def token_limits(self) -> Int64s:
         """[M] limits of the requests of `sampled_rows`: a token drawn for there or beyond is masked."""
         v = self.num_verifies
@@ -109,18 +112,18 @@ class StepRows:
             count=np.concatenate([offsets, none]),
         )
 
-    @property
+    @cached_property
     def token_slots(self) -> Int64s:
         """[Y] slots of the requests that yield tokens: verifies, then final chunks."""
         return np.concatenate([self.slots[: self.num_verifies], self.slots[self.final]])
 
-    @property
+    @cached_property
     def token_starts(self) -> Int64s:
         """[Y] position of the first token that each of them yields."""
         ends = (self.starts + self.counts)[self.final]
         return np.concatenate([self.starts[: self.num_verifies] + 1, ends])
 
-    @property
+    @cached_property
     def token_counts(self) -> Int64s:
         """[Y] drawn tokens of each: k + 1, or 1 of a final chunk."""
         return np.concatenate([self.k + 1, np.ones(int(self.final.sum()), np.int64)])

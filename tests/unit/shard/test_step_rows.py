@@ -53,7 +53,7 @@ def test_verifies_then_chunks():
     assert rows.counts.tolist() == [4, 2, 4, 2]
     assert rows.num_verify_rows == 6
     assert [rows.num_drafting(i) for i in range(4)] == [2, 1, 1, 0]
-    target_rows, slots, positions = rows.sampled_rows()
+    target_rows, slots, positions = rows.sampled_rows
     assert target_rows.tolist() == [0, 1, 2, 3, 4, 5, 11]
     assert slots.tolist() == [0, 0, 0, 0, 1, 1, 3]
     assert positions.tolist() == [11, 12, 13, 14, 21, 22, 7]
