@@ -148,7 +148,7 @@ async def test_models_tokens_versions_and_health(server: GatewayServer, client: 
         ({}, 400, "messages", "missing"),
         ({"messages": FRANCE, "temprature": 1}, 400, "temprature", "did you mean temperature"),
         ({"messages": FRANCE, "temperature": -1}, 400, "temperature", "-1"),
-        ({"messages": FRANCE, "stream": 1}, 400, "stream", "valid boolean"),
+        ({"messages": FRANCE, "stream": 1}, 400, "stream", "it must be true or false"),
         ({"messages": FRANCE, "stream_options": {"x": 1}}, 400, "stream_options.x", "x"),
         ({"messages": FRANCE, "model": "gpt-4"}, 404, "model", "the model served here is 'tiny'"),
         ({"messages": FRANCE, "tools": [{"type": "function"}]}, 400, "tools[0].function", "a name"),
