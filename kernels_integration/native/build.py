@@ -32,10 +32,11 @@ def library_path() -> Path:
     command = [*compiler, *_FLAGS, *_vector_width()]
     identity = b"\0".join([" ".join(command).encode(), _version(compiler), _processor(), *sources.values()])
     path = _cache_folder() / f"kernels-{hashlib.sha256(identity).hexdigest()[:24]}.so"
+    _check_owner(path.parent)
     if path.exists():
         return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # shards start together: one builds, the others wait
             if not path.exists():
@@ -96,6 +97,21 @@ def _processor() -> bytes:
 
 def _vector_width() -> tuple[str, ...]:
     return ("-mprefer-vector-width=512",) if b" avx512f" in _processor() else ()
+
+
+def _check_owner(folder: Path) -> None:
+    """What lies there is run: nobody else may have put it there. A folder that is not there is no danger."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise BuildError(f"its kernels cannot be kept in {folder}: {error.strerror}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise BuildError(
+            f"its kernels are kept in {folder}, which other users may write to; "
+            f"make it yours alone (chmod 700) or name another in XDG_CACHE_HOME"
+        )
 
 
 def _cache_folder() -> Path:

@@ -12,6 +12,7 @@ from kernels_integration.collectives import SoloCollectives
 from kernels_integration.dcp import DcpGroup
 from kernels_integration.errors import PlanError
 from kernels_integration.kv_formats import StoredVectors
+from kernels_integration.native.build import BuildError, library_path
 from kernels_integration.native.library import is_available, loaded
 from kernels_integration.philox import Purpose
 from kernels_integration.reference.backend import TorchBackend
@@ -366,6 +367,7 @@ def test_noise_of_nan_and_of_rows_without_a_finite_logit():
 
 PROGRAM = """
 from kernels_integration.native.build import BuildError
+from kernels_integration.native.build import BuildError, library_path
 from kernels_integration.native.library import library
 try:
     library()
@@ -393,3 +395,19 @@ def test_where_nothing_can_be_built_the_reason_is_told(environment, told, tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert told in done.stdout
+
+
+def test_kernels_that_others_may_have_put_there_are_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "latentray" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    library_path.cache_clear()
+    try:
+        with pytest.raises(BuildError, match="which other users may write to; make it yours alone"):
+            library_path()
+        folder.rmdir()
+        assert library_path().exists()
+        assert folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        library_path.cache_clear()
