@@ -151,7 +151,7 @@ def _live(group: InlineGroup, requests: list[Request], rng: random.Random) -> No
     assert all(c.failed is None or c.failed.code == "aborted" for c in ended.values())
 
 
-@pytest.mark.product(8)
+@pytest.mark.product(4)
 @pytest.mark.parametrize(
     "seed", [s if s in FAST else pytest.param(s, marks=pytest.mark.slow) for s in range(40)]
 )

@@ -61,7 +61,7 @@ def _cuts(dcp: int) -> list[int]:
     return [n * size + d for n in (1, 2, 3) for d in (-1, 0, 1)]
 
 
-@pytest.mark.product(5)
+@pytest.mark.product(3)
 @pytest.mark.parametrize("scheduling", ["sync", "deferred"])
 @pytest.mark.parametrize(
     ("tp", "dcp", "interleave", "k"),

@@ -41,7 +41,7 @@ def streams() -> dict[str, list[int]]:
     return _streams(together=False, num_speculative_tokens=3, **STANDARD)
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     "config",
     [

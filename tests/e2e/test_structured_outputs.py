@@ -138,7 +138,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.product(6)
+@pytest.mark.product(3)
 @pytest.mark.parametrize(
     "config",
     CONFIGS,
