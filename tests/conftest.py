@@ -1,5 +1,6 @@
 """How a run chooses tests: samples of large products, and what must run one at a time."""
 
+import importlib.util
 import os
 import random
 import subprocess
@@ -24,6 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("SAMPLE_SEED") or _commit(),
         help="chooses the sample of products; by default the commit, so that it changes with each",
     )
+
+
+def pytest_configure() -> None:
+    """How long one example takes says nothing on a busy machine; what hangs, the timeout of a test ends."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return  # as where only kernels are tested
+    from hypothesis import settings
+
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

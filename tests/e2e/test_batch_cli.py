@@ -41,7 +41,7 @@ def test_rows_are_answered_and_bad_ones_explained(tmp_path: Path) -> None:
     assert [r["custom_id"] for r in rows] == ["france", None, "king", "bad", "again"]
     assert [r["response"]["status_code"] for r in rows] == [200, 400, 200, 400, 200]
     message = rows[0]["response"]["body"]["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "The capital of France is Paris."}
+    assert message == {"role": "assistant", "content": "The capital of France is Paris.", "refusal": None}
     assert "frequency_penalty" in rows[3]["error"]["message"]
     texts = [rows[i]["response"]["body"]["choices"][0]["text"] for i in (2, 4)]
     assert texts[0] == texts[1] != ""

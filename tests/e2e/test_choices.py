@@ -7,6 +7,8 @@ from msgspec.structs import replace
 
 from actors.sampling_params import SamplingParams
 from cluster.batch import run_batch
+from cluster.batch.results import StreamedResults
+from cluster.batch.rows import InputRow
 from cluster.llm import LLM
 from kernels_integration.philox import choice_seed
 
@@ -46,8 +48,11 @@ def test_choices_of_a_batch_row(llm):
     )
     rows = []
     summary = run_batch(
-        [line, line.replace('"a"', '"b"')],
-        rows.append,
+        [
+            InputRow(line=line, place="line 1"),
+            InputRow(line=line.replace('"a"', '"b"'), place="line 2"),
+        ],
+        StreamedResults(rows.append),
         engine=llm.engine,
         frontend=llm.frontend,
         max_in_flight=1,

@@ -280,6 +280,7 @@ def test_a_path_of_an_unknown_user_does_not_exist() -> None:
 def test_the_device(monkeypatch: pytest.MonkeyPatch, has_gpu: bool):
     """auto takes a GPU for one shard; the backend is then chosen where the GPU is."""
     monkeypatch.setattr("cluster.config.resolve._finds_gpu", lambda: has_gpu)
+    monkeypatch.setattr("cluster.config.gpu_memory.memory_bytes", lambda: (64 << 30, 60 << 30))
     config = resolved()
     assert (config.device, config.attention_backend) == ("cuda" if has_gpu else "cpu", "auto")
     assert resolved(device="cpu").device == "cpu"
