@@ -20,6 +20,8 @@ from cluster.answering.movable_sequence import MovableSequence
 from kernels_integration.errors import AbortedError, DeadlineExceededError, UnavailableError
 
 PATIENCE_S = 10.0
+MAX_MOVES = 16
+"""Of one sequence, however far it came: groups that are lost so often are not to be kept busy."""
 MAX_MOVES_IN_VAIN = 3
 """A request that was on so many groups as they were lost, and got no token between, may be why."""
 
@@ -165,6 +167,10 @@ class Answering:
             raise UnavailableError(
                 f"the request was moved {MAX_MOVES_IN_VAIN} times without another token, and its last group "
                 f"was lost too: {error}"
+            ) from error
+        if sequence.num_moves > MAX_MOVES:
+            raise UnavailableError(
+                f"the request was moved {MAX_MOVES} times, and its last group was lost too: {error}"
             ) from error
         try:
             return await self.groups.find(sequence.request, math.inf)

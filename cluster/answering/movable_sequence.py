@@ -14,7 +14,16 @@ class MovableSequence:
     Noise depends on (seed, position, token): another group draws the tokens that the lost one would have.
     """
 
-    __slots__ = ("_holding", "_newest", "_token_ids", "group", "num_moves_in_vain", "position", "request")
+    __slots__ = (
+        "_holding",
+        "_newest",
+        "_token_ids",
+        "group",
+        "num_moves",
+        "num_moves_in_vain",
+        "position",
+        "request",
+    )
 
     def __init__(self, request: Request, position: int = 0) -> None:
         self.position = position
@@ -23,8 +32,10 @@ class MovableSequence:
         """As it was submitted last."""
         self.group: Group | None = None
         """Where it runs; None: nowhere."""
+        self.num_moves = 0
+        """Groups that were lost under it."""
         self.num_moves_in_vain = 0
-        """Groups that were lost since its newest token."""
+        """Those since its newest token."""
         self._token_ids: list[int] = list(request.progress.token_ids) if request.progress else []
         """All that were told, those that are held too."""
         self._newest: RequestUpdate | None = None
@@ -46,6 +57,7 @@ class MovableSequence:
 
         The prompt's log probabilities come with the first update: who has that asks for none.
         """
+        self.num_moves += 1
         self.num_moves_in_vain += 1
         self.group = None
         incarnation = secrets.randbits(63)

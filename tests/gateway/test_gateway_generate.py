@@ -331,7 +331,14 @@ async def test_a_failure_of_the_group_is_a_status_with_details(
 ):
     stub = stub_of(await serve(ScriptedGroup(lambda r: [update(r, [1])] * after_tokens + [cause])))
     error = await failure(answer(stub, request()))
-    assert (error.code(), error.details()) == (status, str(cause))
+    assert error.code() is status
+    if status is grpc.StatusCode.UNAVAILABLE:  # a group that is lost is asked again some times
+        assert (
+            error.details().endswith(f"times, and its last group was lost too: {cause}") or not after_tokens
+        )
+        assert error.details().endswith(f"and its last group was lost too: {cause}")
+    else:
+        assert error.details() == str(cause)
     info = detail_of(error, error_details_pb2.ErrorInfo)
     assert (info.domain, info.reason) == ("latentray", type(cause).code.upper())
     assert (detail_of(error, error_details_pb2.RetryInfo) is not None) == retry

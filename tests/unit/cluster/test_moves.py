@@ -9,7 +9,7 @@ import pytest
 
 from actors.requests import Request, RequestUpdate
 from actors.sampling_params import SamplingParams
-from cluster.answering.answering import MAX_MOVES_IN_VAIN, Answering
+from cluster.answering.answering import MAX_MOVES, MAX_MOVES_IN_VAIN, Answering
 from kernels_integration.errors import InvalidRequestError, UnavailableError
 from tests.support.scripted_group import Script, ScriptedGroup, until, update
 
@@ -157,6 +157,19 @@ async def test_a_request_that_gets_nowhere_is_given_up() -> None:
     with pytest.raises(UnavailableError, match=rf"moved {MAX_MOVES_IN_VAIN} times without another token"):
         await collect(Answering([group]), request())
     assert len(group.requests) == 1 + MAX_MOVES_IN_VAIN
+
+
+async def test_a_request_whose_groups_are_lost_again_and_again_is_given_up_though_it_comes_on() -> None:
+    def one_more(asked: Request) -> Script:
+        done = len(asked.progress.token_ids) if asked.progress else 0
+        return [update(asked, [done], done), UnavailableError("lost")]
+
+    group = ScriptedGroup(one_more)
+    with pytest.raises(
+        UnavailableError, match=rf"moved {MAX_MOVES} times, and its last group was lost too: lost"
+    ):
+        await collect(Answering([group]), request())
+    assert len(group.requests) == 1 + MAX_MOVES
 
 
 async def test_a_moved_sequence_ends_where_it_runs_when_its_reader_leaves() -> None:
