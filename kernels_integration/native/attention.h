@@ -200,7 +200,9 @@ int attend(const void *q, int64_t q_is_bf16, int64_t q_step, int64_t q_head_step
            const void *cache, int64_t cache_is_bf16, int64_t num_slots, void *o, int64_t o_is_bf16, float *lse,
            float scale, int64_t threads) {
     int failure = 0;
-#pragma omp parallel for schedule(dynamic) num_threads((int)threads) if (threads > 1 && n > 1 && n * heads * dim > 4096)
+    int64_t num_products = n ? (indptr[n] - indptr[0]) * heads * (dim + latent_rank) : 0;
+    int is_worth_it = threads > 1 && n > 1 && num_products > MANY_PRODUCTS;
+#pragma omp parallel for schedule(dynamic) num_threads((int)threads) if (is_worth_it)
     for (int64_t row = 0; row < n; row++) {
         int result = attend_row((const char *)q + row * q_step * (q_is_bf16 ? 2 : 4), (int)q_is_bf16, q_head_step,
                                 heads, dim, latent_rank, (const char *)indices + indptr[row] * (is_int64 ? 8 : 4),
@@ -285,7 +287,8 @@ int select_topk(const void *q, int64_t q_is_bf16, const float *weights, int64_t 
         indptr[row + 1] = indptr[row] + (int32_t)(seen < topk ? seen : topk);
     }
     int failure = 0;
-#pragma omp parallel for schedule(dynamic) num_threads((int)threads) if (threads > 1 && rows > 1)
+    int is_worth_it = threads > 1 && rows > 1 && rows * length * heads * dim > MANY_PRODUCTS;
+#pragma omp parallel for schedule(dynamic) num_threads((int)threads) if (is_worth_it)
     for (int64_t row = 0; row < rows; row++) {
         int64_t end = visible_to[row] < length ? visible_to[row] : length;
         if (end <= visible_from[row]) continue;

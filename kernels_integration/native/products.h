@@ -92,7 +92,7 @@ static void panel_product(const float *x, int64_t x_step, int64_t n, int64_t dep
 static void product(const float *x, int64_t x_step, int64_t n, int64_t depth, const Matrix *w, int64_t columns,
                     void *out, int64_t out_step, int out_is_bf16, int threads) {
     int64_t panels = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    int is_worth_it = threads > 1 && panels > 1 && n * depth * columns > 1 << 17;
+    int is_worth_it = threads > 1 && panels > 1 && n * depth * columns > MANY_PRODUCTS;
 #pragma omp parallel for schedule(static) num_threads(threads) if (is_worth_it)
     for (int64_t panel = 0; panel < panels; panel++)
         panel_product(x, x_step, n, depth, w, panel, columns, out, out_step, out_is_bf16);

@@ -22,6 +22,9 @@
 #define LANES 4
 #define TILE_VECTORS 4
 #endif
+/* Multiplications that are worth a second thread: several times what it costs to wake one. Where other programs
+ * keep the cores busy, each wait for a thread may take a slice of the scheduler's time, so small loops have none. */
+#define MANY_PRODUCTS ((int64_t)1 << 21)
 #define TILE_ROWS 6
 #define TILE_COLUMNS (LANES * TILE_VECTORS)
 #define INLINE static inline __attribute__((always_inline))
