@@ -13,6 +13,8 @@ ConstraintKind = Literal["json", "json_object", "regex", "choice", "grammar", "s
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 MAX_LENGTH = 2**17
 """Characters of a constraint."""
+MAX_PATTERN_LENGTH = 2**15
+"""Of a regex or a grammar. Beyond some 60,000 states xgrammar's masks of one take minutes."""
 MAX_DEPTH = 64
 """Objects and lists inside one another, in a JSON Schema or a structural tag."""
 MAX_CHOICES = 1024
@@ -40,8 +42,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"{len(asked)} constraints{_named(asked)}")
         [(kind, value)] = asked.items()
         text = _text_of(kind, value)
-        if len(text) > MAX_LENGTH:
-            raise ValueError(f"{kind} of {len(text)} characters, which may have {MAX_LENGTH}")
+        longest = MAX_PATTERN_LENGTH if kind in ("regex", "grammar") else MAX_LENGTH
+        if len(text) > longest:
+            raise ValueError(f"{kind} of {len(text)} characters, which may have {longest}")
         return cls(kind, text)  # type: ignore[arg-type]
 
     def behind(self, end: str) -> "StructuredOutputs":

@@ -1,5 +1,6 @@
 """Which files a batch writes, decided before any is touched."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,7 +81,10 @@ def plan_output(output: str, *, errors: str | None, journal: str | None) -> Stre
         )
     journal_path = _local(journal, "--journal") if journal else Path(f"{path}.journal")
     target = _target(output, path, journal_path, "--output")
-    errors = errors or beside(output)
+    if errors is None:
+        errors = beside(output)
+        if not is_url(errors) and os.path.islink(errors):  # which the user has not named: it may be planted
+            raise ConfigError(f"{errors}, where failed rows go, is a link; move it away, or pass --errors")
     errors_path = None if is_url(errors) else _local(errors, "--errors")
     local = [journal_path, rows_path_of(journal_path), *filter(None, (path, errors_path))]
     if len(set(local)) < len(local):

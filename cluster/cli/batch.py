@@ -17,10 +17,12 @@ from kernels_integration.errors import ConfigError
 
 if TYPE_CHECKING:
     from actors.config import GroupConfig
+    from cluster.answering.engine import Engine
     from cluster.batch import BatchSummary
     from cluster.batch.inputs import BatchInput
     from cluster.batch.results import Results
     from cluster.batch.work import BatchWork
+    from cluster.frontend.front_end import ModelFrontend
     from cluster.report.output_file import OutputFile
 
 
@@ -105,13 +107,15 @@ def batch(
     # Files first: a wrong path should not cost the start of an engine.
     plan = plan_output(output_name, errors=errors, journal=journal)
     source = BatchInput(input_name)
-    run = _Run(config, settings.args, source, executor, max_in_flight)
-    if isinstance(plan, StreamPlan):
-        with plan.open(source) as (results, output):
-            num_failed = run.stream(results, output)
-    else:
-        with plan.open(source, settings=answer_settings(config), restart=restart) as work:
-            num_failed = run.go_on(work, retry_failed=retry_failed)
+    with closing(_Run(config, settings.args, source, executor, max_in_flight)) as run:
+        if isinstance(plan, StreamPlan):
+            with plan.open(source) as (results, output):
+                num_failed = run.stream(results, output)
+        else:
+            if restart:
+                run.start()  # if that fails, what earlier runs have done is still there
+            with plan.open(source, settings=answer_settings(config), restart=restart) as work:
+                num_failed = run.go_on(work, retry_failed=retry_failed)
     if num_failed and not allow_failed_rows:
         raise typer.Exit(EXIT_PARTLY_FAILED)
 
@@ -133,6 +137,9 @@ class _Run:
         self._executor = executor
         self._max_in_flight = max_in_flight or 2 * config.max_num_seqs
         self._num_rows = source.count()
+        self._frontend: ModelFrontend | None = None
+        self._engine: Engine | None = None
+        self._start_up_s = 0.0
 
     def go_on(self, work: "BatchWork", *, retry_failed: bool) -> int:
         """Answer what earlier runs have not, and make the output. Returns the number of failed rows."""
@@ -180,26 +187,38 @@ class _Run:
                 _tell(f"ended early: {output.num_lines} rows are in {output.where}")
             raise
 
+    def start(self) -> "tuple[ModelFrontend, Engine]":
+        """The engine; the first call starts it."""
+        from cluster.answering.engine import start_engine
+        from cluster.frontend.front_end import ModelFrontend
+
+        if self._frontend is None or self._engine is None:
+            self._frontend = ModelFrontend.of_group(self._config)
+            with closing(ProgressLine()) as progress:
+                self._engine = start_engine(
+                    self._config,
+                    executor=self._executor,
+                    tokenizer=self._frontend.tokenizer.backend,
+                    address=self._args.address,
+                    trace_file=self._args.trace,
+                    progress=progress,
+                )
+            self._start_up_s = progress.elapsed_s
+        return self._frontend, self._engine
+
+    def close(self) -> None:
+        """End the engine, if one was started."""
+        if self._engine is not None:
+            self._engine.close()
+
     def answer(self, results: "Results") -> int:
         """Returns the number of failed rows."""
-        from cluster.answering.engine import start_engine
         from cluster.batch import run_batch
-        from cluster.frontend.front_end import ModelFrontend
         from cluster.report.progress import progress_bar
 
-        frontend = ModelFrontend.of_group(self._config)
-        with closing(ProgressLine()) as progress:
-            engine = start_engine(
-                self._config,
-                executor=self._executor,
-                tokenizer=frontend.tokenizer.backend,
-                address=self._args.address,
-                trace_file=self._args.trace,
-                progress=progress,
-            )
-        start_up_s = progress.elapsed_s
+        frontend, engine = self.start()
         start_s = time.monotonic()
-        with closing(engine), progress_bar("Rows", self._num_rows, in_logs=True) as bar:
+        with progress_bar("Rows", self._num_rows, in_logs=True) as bar:
             summary = run_batch(
                 self._source.rows(),
                 results,
@@ -210,7 +229,7 @@ class _Run:
                 on_row=lambda was_asked: bar.advance(timed=was_asked),
             )
             elapsed_s = time.monotonic() - start_s
-        _tell_summary(summary, elapsed_s=elapsed_s, start_up_s=start_up_s)
+        _tell_summary(summary, elapsed_s=elapsed_s, start_up_s=self._start_up_s)
         return summary.num_failed
 
 

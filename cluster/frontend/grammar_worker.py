@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from actors.grammar.compiler import GrammarCompiler
 from actors.structured_outputs import StructuredOutputs
 from cluster.bounded_worker import answer, limit_memory
@@ -15,6 +17,10 @@ from cluster.bounded_worker import answer, limit_memory
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
 """What xgrammar's messages begin with: the time, and the line of its source."""
 _CHECK = re.compile(r"^Check failed: .*? is false: ", re.DOTALL)
+_NUM_TRIED = 4
+"""Tokens: where many alternatives begin alike, their number tells behind the first."""
+_END = 0
+"""Any token stands for the end of text here."""
 _WARNING = re.compile(r"^\[[\d:]+\] \S+: Warning: (.*)$", re.MULTILINE)
 
 
@@ -33,8 +39,11 @@ def main(model_path: str, vocab_size: int, cpu_s: float, memory_bytes: int, max_
 def _trial(question: dict[str, Any], *, compiler: GrammarCompiler, max_compiled_bytes: int) -> dict[str, Any]:
     """{"error": what is wrong, or None}."""
     try:
+        constraint = StructuredOutputs(question["kind"], question["text"])
         with _standard_error() as written:
-            compiled = compiler.compile(StructuredOutputs(question["kind"], question["text"]))
+            compiled = compiler.compile(constraint)
+        if not _has_a_beginning(compiler, constraint):
+            return {"error": "no text is of this form"}
         num_bytes = compiled.memory_size_bytes
     except MemoryError:
         return {"error": "it needs too much memory to compile"}
@@ -45,6 +54,22 @@ def _trial(question: dict[str, Any], *, compiler: GrammarCompiler, max_compiled_
     # A warning says that something of a schema is passed over.
     warning = _WARNING.search(written[0])
     return {"error": warning[1] if warning else None}
+
+
+def _has_a_beginning(compiler: GrammarCompiler, constraint: StructuredOutputs) -> bool:
+    """Make the masks of the first tokens, which takes what it will take a shard: here it may be stopped."""
+    matcher = compiler.matcher(constraint, (_END,))
+    for num_tokens in range(_NUM_TRIED):
+        bits = matcher.legal(())
+        assert bits is not None, "there are no drafts"
+        legal = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        if not legal:
+            return num_tokens > 0
+        token = legal[-1]
+        if token == _END:  # nothing but the end: the form is complete
+            return True
+        matcher.advance([token])
+    return True
 
 
 def _words(message: str) -> str:

@@ -5,10 +5,14 @@ Source: SchemaParser of xgrammar 0.2: of $ref, const, enum, anyOf, oneOf and all
 alone, and it looks at other demands only where it knows the type.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from actors.structured_outputs import MAX_PATTERN_LENGTH
+
+MAX_DECIMALS = 6
 _PASSED_OVER = (
     "not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef",
@@ -88,6 +92,8 @@ def _problem(node: Mapping[str, Any]) -> str | None:
     if first is not None:
         values = [node["const"]] if first == "const" else node.get("enum")
         if first in ("const", "enum") and isinstance(values, list):
+            if (problem := _problem_of_values(values)) is not None:
+                return problem
             beside = [name for name in beside if name != "type" or not _all_fit(values, node["type"])]
         if first in ("anyOf", "oneOf") and _all_are(node[first], node.get("type")):
             beside = [name for name in beside if name != "type"]
@@ -98,7 +104,7 @@ def _problem(node: Mapping[str, Any]) -> str | None:
         )
     if "type" not in node and beside and not (node.keys() & (_TELL_OBJECT | _TELL_ARRAY)):
         return f"{', '.join(beside)} without type would be passed over; say the type"
-    return _problem_of_text(node) or _problem_of_names(node)
+    return _problem_of_text(node) or _problem_of_numbers(node) or _problem_of_names(node)
 
 
 def _all_are(alternatives: Any, kind: object) -> bool:
@@ -120,10 +126,30 @@ def _problem_of_text(node: Mapping[str, Any]) -> str | None:
     patterns = [node.get("pattern"), *(node.get("patternProperties") or ())]
     if any(isinstance(pattern, str) and _needs_escape(pattern) for pattern in patterns):
         return "a pattern with a quote, a backslash or a control character is no pattern of JSON's text"
+    longest = max((len(pattern) for pattern in patterns if isinstance(pattern, str)), default=0)
+    if longest > MAX_PATTERN_LENGTH:
+        return f"a pattern of {longest} characters, which may have {MAX_PATTERN_LENGTH}"
     if "pattern" in node and node.keys() & {"minLength", "maxLength", "format"}:
         return "pattern beside minLength, maxLength or format: one of them would be passed over"
     if "format" in node and node.keys() & {"minLength", "maxLength"}:
         return "format beside minLength or maxLength: one of them would be passed over"
+    return None
+
+
+def _problem_of_numbers(node: Mapping[str, Any]) -> str | None:
+    """xgrammar cuts bounds to six decimals: a narrow range becomes an empty one, and so does its text."""
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        bound = node.get(name)
+        if isinstance(bound, float) and math.isfinite(bound) and round(bound, MAX_DECIMALS) != bound:
+            return f"{name} {bound!r} has more than {MAX_DECIMALS} decimals, which would be cut; round it"
+    return None
+
+
+def _problem_of_values(values: Sequence[Any]) -> str | None:
+    """Whole numbers that xgrammar would write as the nearest of another number."""
+    for value in values:
+        if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
+            return f"the whole number {value} has more than 64 bits; write it as a string"
     return None
 
 

@@ -38,11 +38,14 @@ def unwind_on_signals() -> list[int]:
 
 
 def _heeded() -> list[signal.Signals]:
-    """Those of ENDING that act: a shell's background jobs ignore Ctrl-C, `nohup` the terminal's end."""
+    """Those of ENDING that act: `nohup` ignores the terminal's end.
+
+    SIGINT acts in a background job of a script too, which inherits it ignored: who sends it there means it.
+    """
     return [
         number
         for number in ENDING
-        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 

@@ -83,6 +83,18 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     assert [r["custom_id"] for r in kept] == [r["custom_id"] for r in told if "key" in r]
 
 
+def test_a_restart_that_does_not_start_leaves_what_is_done(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(completion("a", prompt="The king", max_tokens=4))
+    command = ("batch", "-i", str(source), "-o", str(target), "--executor", "inline")
+    assert run(*command, *SMALL).returncode == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {"in.jsonl", "out.jsonl", "out.jsonl.journal"}
+    failed = run(*command, "--restart", "--kv-cache-memory-bytes", "9000G", "--max-model-len", "512")
+    assert failed.returncode == 4, failed.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_rows_that_fail_may_be_no_failure(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl.gz"
     source.write_text("{broken\n")

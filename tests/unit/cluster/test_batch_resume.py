@@ -476,3 +476,13 @@ def test_ten_times_the_rows_take_no_more_memory_than_their_names(
     few, many = peak_bytes(50), peak_bytes(500)
     assert many - few < 450 * 500, "of each row its name and place, not the row"
     assert few > 20 * row_bytes, "a window of rows is in it"
+
+
+def test_a_link_in_place_of_the_errors_file_is_followed_only_if_it_is_named(tmp_path: Path) -> None:
+    output, planted = tmp_path / "o.jsonl", tmp_path / "o.errors.jsonl"
+    planted.symlink_to(tmp_path / "victim")
+    with pytest.raises(ConfigError, match=r"o\.errors\.jsonl, where failed rows go, is a link; move it away"):
+        plan_output(str(output), errors=None, journal=None)
+    plan = plan_output(str(output), errors=str(planted), journal=None)
+    assert isinstance(plan, FilePlan)
+    assert tmp_path / "victim" in plan.local

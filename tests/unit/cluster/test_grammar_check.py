@@ -40,6 +40,7 @@ def nested(schema: Any) -> dict[str, Any]:
         ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, "minimum greater than maximum"),
         ({"json": {"$ref": "#/definitions/x"}}, "Cannot find field 'definitions'"),
         ({"json": {"$ref": "http://x/y"}}, "URI should either be '#' or start with '#/'"),
+        ({"grammar": "root ::= root"}, "no text is of this form"),
         ({"json": {"type": "number", "multipleOf": 0.5}}, "multipleOf is not supported for type:number"),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf with overlapping"),
         (
@@ -108,6 +109,11 @@ def test_without_xgrammar_the_request_is_refused_with_the_command(
     ("schema", "words"),
     [
         ({"not": {}}, "not is not enforced"),
+        ({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, "minimum 1e-09 has more than 6 decimals"),
+        ({"type": "number", "exclusiveMaximum": 1.0000001}, "exclusiveMaximum 1.0000001 has more than 6"),
+        ({"type": "string", "pattern": "a" * 32769}, "a pattern of 32769 characters, which may have 32768"),
+        ({"const": 2**64 - 1}, "the whole number 18446744073709551615 has more than 64 bits"),
+        ({"enum": [3, -(2**70)]}, "has more than 64 bits; write it as a string"),
         ({"if": {}, "then": {}}, "if is not enforced"),
         ({"type": "array", "contains": {}}, "contains is not enforced"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired is not enforced"),
@@ -160,6 +166,8 @@ def test_demands_that_would_be_passed_over_are_found_wherever_they_stand(
         {"type": "string", "enum": ["a", "b"]},
         {"type": ["string", "null"], "enum": ["a", None]},
         {"const": 3, "type": "integer"},
+        {"const": 2**63 - 1},
+        {"type": "number", "minimum": 0.000001, "maximum": 2.5},
         {"type": "string", "format": "date-time"},
         {"type": "string", "pattern": r"^\d{3}-[^x]\w+\s.$"},
         {"type": "object", "propertyNames": {"maxLength": 3}, "additionalProperties": {"type": "null"}},

@@ -439,6 +439,6 @@ def test_a_demand_that_is_too_long_is_refused(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}{# </think> #}")
     thinking = chat_frontend(str(template), reasoning_parser="deepseek_r1")
-    body = {"messages": MESSAGES, "guided_regex": "a" * (MAX_LENGTH - 5)}
+    body = {"messages": MESSAGES, "guided_json": {"const": "a" * (MAX_LENGTH - 40)}}
     with pytest.raises(InvalidRequestError, match=r"structural_tag of \d+ characters, which may have"):
         parse_body(CHAT, body).to_requests("r", thinking)
