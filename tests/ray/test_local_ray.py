@@ -112,7 +112,9 @@ async def test_the_death_of_ray_itself_is_noticed_at_once_and_leaves_nothing(
     holder = keeper()
     others = [holder, *descendants(holder)]
     folder = next(
-        part for part in Path(f"/proc/{holder}/cmdline").read_text().split("\0") if part.startswith("/tmp/")
+        part
+        for part in Path(f"/proc/{holder}/cmdline").read_text().split("\0")
+        if Path(part).name.startswith("latentray-")
     )
     os.kill(child_named(holder, program), signal.SIGKILL)
     assert await eventually(lambda: group.failure is not None, 5) < 2
