@@ -69,7 +69,34 @@ def demanded_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> list[M
         raise InvalidRequestError(
             f"tool_choice names {shown(named)}, which is none of the tools", field="tool_choice"
         )
+    for tool in found:
+        _require_properties(tool["function"])
     return found
+
+
+_TELL_NOTHING = frozenset(
+    {"type", "properties", "additionalProperties", "required", "title", "description", "$schema", "$defs"}
+)
+
+
+def _require_properties(function: Mapping[str, Any]) -> None:
+    """Arguments are held to `properties`: a schema that says otherwise what they are would not be held to.
+
+    Errors: InvalidRequestError.
+    """
+    schema = function.get("parameters")
+    if not isinstance(schema, Mapping) or schema.get("properties"):
+        return
+    told = sorted(name for name in schema if name not in _TELL_NOTHING)
+    told += ["required"] if schema.get("required") else []
+    told += ["type"] if schema.get("type", "object") != "object" else []
+    if told:
+        raise InvalidRequestError(
+            f"tool_choice demands a call of {shown(function['name'])}, whose parameters have "
+            f"{', '.join(told)} and no properties, and could not be held to them; write its "
+            "properties at their top",
+            field="tools",
+        )
 
 
 def _named(choice: object) -> str | None:

@@ -7,6 +7,8 @@ import pytest
 from actors.structured_outputs import StructuredOutputs
 from cluster.chat.answer_form import AnswerForm
 from cluster.chat.answer_grammar import held_answer
+from cluster.openai.tools import demanded_tools
+from kernels_integration.errors import InvalidRequestError
 from tests.unit.cluster.test_answer_reader import (
     BEGIN,
     END,
@@ -118,3 +120,26 @@ def test_a_tool_without_parameters_takes_none() -> None:
         held = held_answer(AnswerForm(calls=form), "", calls=[TOOLS[2]])
         assert held is not None
         assert json.loads(held.text)["type"] == "structural_tag", name
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"$ref": "#/$defs/p", "$defs": {"p": {"type": "object"}}}, r"\$ref"),
+        ({"anyOf": [{"type": "object", "properties": {"x": {}}}]}, "anyOf"),
+        ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"type": "object", "required": ["q"]}, "required"),
+        ({"type": "array"}, "type"),
+    ],
+)
+def test_parameters_that_a_demanded_call_could_not_be_held_to_are_refused(schema: object, told: str) -> None:
+    tools = [{"type": "function", "function": {"name": "a", "parameters": schema}}]
+    with pytest.raises(InvalidRequestError, match=rf"'a', whose parameters have {told} and no prop"):
+        demanded_tools("required", tools)
+    assert demanded_tools("auto", tools) == []
+
+
+@pytest.mark.parametrize("schema", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+def test_a_demanded_call_may_have_no_arguments(schema: object) -> None:
+    tools = [{"type": "function", "function": {"name": "a", "parameters": schema}}]
+    assert demanded_tools("required", tools) == tools
