@@ -91,9 +91,9 @@ def batch(
 ) -> None:
     """Answer files of OpenAI batch rows.
 
-    Rows go to /v1/chat/completions or /v1/completions. There is one answer for each row, in their order; a
-    row that fails gets an error row, and the exit code is 3. Until all rows are answered the output does not
-    change, and the same command goes on where an earlier run has ended, however it did.
+    Rows go to /v1/chat/completions, /v1/completions or /v1/responses. There is one answer for each row, in
+    their order; a row that fails gets an error row, and the exit code is 3. Until all rows are answered the
+    output does not change, and the same command goes on where an earlier run has ended, however it did.
     """
     from cluster.answering.engine import check_executor
     from cluster.batch.inputs import BatchInput
