@@ -53,7 +53,8 @@ def serve(
         )
         typer.echo(f"latentray: memory: {describe_memory(config, server.memory())}")
         if server.http_port is not None:
-            typer.echo(f"latentray: OpenAI's API at http://{settings.args.host}:{server.http_port}/v1")
+            http = f"http://{settings.args.host}:{server.http_port}"
+            typer.echo(f"latentray: OpenAI's API at {http}/v1, status page at {http}/status")
         if server.metrics_port is not None:
             typer.echo(f"latentray: metrics at http://{settings.args.host}:{server.metrics_port}/metrics")
         if server.log_folder is not None:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from cluster.answering.group import Groups
 from cluster.errors import OUTCOMES
 from cluster.gateway.group_metrics import LABELS, GroupCollector
+from cluster.gateway.recent_failures import RecentFailures
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 CLIENT_GONE = "client_gone"
@@ -30,6 +31,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(GroupCollector(groups, model_name))
         self._model_name = model_name
+        self.recent_failures = RecentFailures()
         self.time_to_first_token = self._latency(
             "vllm:time_to_first_token_seconds", "Each completion: from the arrival to the first token."
         )

@@ -73,6 +73,8 @@ class RequestRecord:
         else:
             finish = "abort" if code in ABORTS else "error"
             self._metrics.count_failed(code)
+            if finish == "error":
+                self._metrics.recent_failures.add(self._request_id, code, field)
             self._metrics.count_finished(finish, self._num_choices - len(self._finish_reasons))
         if not logger.isEnabledFor(logging.INFO):
             return

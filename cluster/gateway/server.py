@@ -21,6 +21,7 @@ from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from cluster.gateway.reflection import add_reflection
 from cluster.gateway.servicer import SERVICE_NAME, VllmEngineServicer
 from cluster.gateway.stats_log import log_stats
+from cluster.gateway.status_document import StatusDocument
 from cluster.gateway.wire_size import WireBounds
 from kernels_integration.errors import ConfigError
 
@@ -65,6 +66,14 @@ class GatewayServer:
             config=config,
             health=self._health,
             max_message_bytes=max_message_bytes,
+            actors_by_node=actors_by_node or {},
+        )
+        self._status = StatusDocument(
+            answering=self._answering,
+            config=config,
+            health=self._health,
+            loads=self._servicer.loads,
+            metrics=self._servicer.metrics,
             actors_by_node=actors_by_node or {},
         )
         self._max_message_bytes = max_message_bytes
@@ -114,6 +123,7 @@ class GatewayServer:
                 config=self._config,
                 health=self._health,
                 metrics=self._servicer.metrics,
+                status=self._status.read,
                 max_body_bytes=self._max_message_bytes,
             )
             self.http_port = await self._http_server.start(self._host, self.http_port)

@@ -31,6 +31,7 @@ _GETS = {
     "/health": ("Status", "Whether a token can be produced", (503,)),
     "/ready": ("Status", "The same", (503,)),
     "/version": ("Version", "The version", ()),
+    "/status.json": ("Deployment", "Groups, nodes and the last failures", ()),
 }
 
 _REQUEST_ID = {
@@ -68,6 +69,8 @@ def openapi_document(model: str) -> dict[str, Any]:
     named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     paths["/v1/models/{model}"]["get"]["parameters"] = [named]
     metrics = {"description": "Prometheus' text", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    page = {"description": "A page for people", "content": {"text/html": {"schema": {"type": "string"}}}}
+    paths["/status"] = {"get": {"summary": "/status.json as a page", "responses": {"200": page}}}
     paths["/metrics"] = {"get": {"summary": "Metrics", "responses": {"200": metrics}}}
     return {
         "openapi": "3.1.0",

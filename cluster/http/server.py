@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -20,6 +20,7 @@ from cluster.http.connections import IDLE_S, LimitedRunner, max_connections
 from cluster.http.errors import in_envelope
 from cluster.http.openapi import openapi_document
 from cluster.http.request_body import BodyReader
+from cluster.http.status_page import StatusPage
 from cluster.openai.bodies import ENDPOINTS, check_model, parse_body
 from cluster.openai.chat_body import ChatBody
 from kernels_integration.errors import InvalidRequestError, UnknownModelError, shortened, shown
@@ -41,6 +42,7 @@ class HttpServer:
         config: GroupConfig,
         health: GroupHealth,
         metrics: GatewayMetrics,
+        status: Callable[[], dict[str, Any]],
         max_body_bytes: int,
     ) -> None:
         self._frontend = frontend
@@ -68,6 +70,7 @@ class HttpServer:
             self._app.router.add_get(path, handler)
         self._app.router.add_post("/tokenize", self._tokenize)
         self._app.router.add_post("/detokenize", self._detokenize)
+        StatusPage(status).add_to(self._app.router)
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:

@@ -157,6 +157,15 @@ def answer_schemas() -> dict[str, Schema]:
         "Prompt": record({"prompt": TEXT}),
         "Status": record({"status": TEXT}),
         "Version": record({"version": TEXT}),
+        "Deployment": record(
+            {
+                "time": {"type": "number"},
+                "server": {"type": "object"},
+                "nodes": {"type": "object", "additionalProperties": TEXT},
+                "groups": listed({"type": "object", "required": ["number", "healthy", "stats"]}),
+                "failures": listed({"type": "object", "required": ["time_s", "code", "request_id"]}),
+            }
+        ),
         "Error": record({"error": record(error)}),
     }
 

@@ -32,7 +32,7 @@ async def test_what_the_document_says_holds(
     )
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()[-8000:]
-    assert "Tested: 11" in output.decode()
+    assert "Tested: 13" in output.decode()
 
 
 async def test_every_path_is_in_the_document(chat_server: GatewayServer) -> None:
