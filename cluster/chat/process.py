@@ -42,7 +42,7 @@ class TemplateProcess(BoundedProcess):
         """What is wrong with a template, None if it compiles."""
         answer = self._ask({"source": source})
         if "limit" in answer:
-            return f"cannot be compiled: {answer['limit']}"
+            return f"cannot be compiled: {answer['limit']}; simplify it"
         return f"is no legal Jinja: {answer['error'].partition(': ')[2]}" if "error" in answer else None
 
     def render(
@@ -53,6 +53,12 @@ class TemplateProcess(BoundedProcess):
         Errors: InvalidRequestError: the template refuses, fails, or does not end within the limits.
         """
         answer = self._ask({"source": source, "messages": messages, "variables": variables})
+        if "limit" in answer:
+            raise InvalidRequestError(
+                f"the model's chat template failed on these messages: {answer['limit']}; shorten them, or "
+                "give another template by --chat-template FILE",
+                field="messages",
+            )
         if "error" in answer:
             raise InvalidRequestError(answer["error"], field=answer["field"])
         dropped = answer["dropped"]
@@ -71,11 +77,5 @@ class TemplateProcess(BoundedProcess):
         if is_out_of_time(answer):
             why = f"it takes more than {self.limits.seconds:g} seconds"
         else:
-            why = (
-                f"its process ended (exit code {answer}), which at most {self.limits.memory_bytes} bytes have"
-            )
-        return {
-            "error": f"the model's chat template failed on these messages: {why}",
-            "field": "messages",
-            "limit": why,
-        }
+            why = f"its process, which may take {self.limits.memory_bytes} bytes, ended (exit code {answer})"
+        return {"limit": why}

@@ -1,5 +1,6 @@
 """The process that renders templates."""
 
+import sys
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -18,11 +19,14 @@ _MAX_TEMPLATES = 16
 def main(seconds: float, memory_bytes: int, characters: int) -> None:
     """Answer until stdin ends."""
     limit_memory(memory_bytes)
-    answer(partial(_answer, max_characters=characters), seconds=seconds)
+    compute = partial(_answer, memory_bytes=memory_bytes, max_characters=characters)
+    answer(compute, seconds=seconds)
 
 
-def _answer(request: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
-    """{"prompt", "dropped"}, or {"error", "field"}; without messages the template is only compiled."""
+def _answer(request: Mapping[str, Any], memory_bytes: int, max_characters: int) -> dict[str, Any]:
+    """{"prompt", "dropped"}, or {"error", "field"}, or {"limit"}: what was too much; without messages the
+    template is only compiled.
+    """
     try:
         template = _compiled(request["source"])
         if "messages" not in request:
@@ -33,7 +37,11 @@ def _answer(request: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
     except jinja2.TemplateError as error:
         return {"error": f"{_ENTRY}{_words(error)}", "field": "messages"}
     except MemoryError:
-        return {"error": f"{_ENTRY}it needs too much memory", "field": "messages"}
+        return {"limit": f"it takes more memory than the {memory_bytes} bytes of its process"}
+    except RecursionError:
+        return {"limit": f"what it calls or holds is nested deeper than {sys.getrecursionlimit()} levels"}
+    except SyntaxError as error:  # Jinja's own is a TemplateError: this is what Jinja made of it
+        return {"limit": f"what it becomes in Python cannot be compiled: {_words(error)}"}
     except Exception as error:  # a template can raise whatever Python's operators and methods do
         return {"error": f"{_ENTRY}{type(error).__name__}: {_words(error)}", "field": "messages"}
 

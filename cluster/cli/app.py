@@ -14,7 +14,6 @@ import typer
 from cluster import __version__
 from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status, submit
 from cluster.cli.sections import SectionedCommand, SectionedGroup
-from cluster.config.other_engines import refuse_foreign
 from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, outcome
 from cluster.launch.signals import unwind_on_signals
 from kernels_integration.errors import LatentrayError
@@ -70,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with one of cluster.errors.EXIT_CODES."""
     received = unwind_on_signals()
     try:
-        _refuse_foreign_flags(sys.argv[1:] if argv is None else argv)
         app(args=argv, prog_name="latentray")
     except LatentrayError as error:
         print(f"latentray: {error}", file=sys.stderr)
@@ -92,12 +90,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         traceback.print_exc()
         print("latentray: internal error; please report it with the lines above", file=sys.stderr)
         sys.exit(EXIT_INTERNAL)
-
-
-def _refuse_foreign_flags(argv: Sequence[str]) -> None:
-    """Errors: ConfigError for a flag that another engine has."""
-    for argument in argv:
-        if argument == "--":
-            return
-        if argument.startswith("--"):
-            refuse_foreign(argument[2:].partition("=")[0].replace("-", "_"))

@@ -206,7 +206,8 @@ def _check_tokenizer(path: Path, config: ModelConfig | None, found: Inspection) 
         else:
             ModelFrontend.from_pretrained(path, served_model_name=path.name, max_model_len=1)
     except LatentrayError as error:
-        found.problems.append(str(error))
+        if str(error) not in found.problems:  # config.json is read for the tokenizer too
+            found.problems.append(str(error))
 
 
 def _model_facts(config: ModelConfig) -> ModelFacts:

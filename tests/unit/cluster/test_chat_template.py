@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -449,3 +450,31 @@ def test_a_template_that_takes_too_long_to_compile_is_told_so() -> None:
     process = TemplateProcess(RenderLimits(seconds=0.05))
     with pytest.raises(CheckpointError, match=r"default cannot be compiled: it takes more than 0\.05 s"):
         ChatTemplate("{% if a %}" + "{{ a + b * c }}" * 15000 + "{% endif %}", process=process)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"nested deeper than \d+ levels; simplify it"),
+        ("{{ [1] | list " + "| list " * 3000 + "}}", r"nested deeper than \d+ levels; simplify it"),
+    ],
+)
+def test_a_template_beyond_a_limit_of_compiling_is_told_which(source: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match="^the chat template default cannot be compiled: .*" + words):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", r"is nested deeper than \d+ levels"),
+        ("{{ 'a' * 2000000000 }}", "takes more memory than the 1073741824 bytes of its process"),
+    ],
+)
+def test_a_rendering_beyond_a_limit_is_told_which(source: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        render(source, [DEVELOPER[1]])
+    told = str(caught.value)
+    assert told.startswith("the model's chat template failed on these messages: ")
+    assert re.search(words + "; shorten them, or give another template by --chat-template FILE$", told)
+    assert not re.search("Error|exceeded|None", told)

@@ -19,10 +19,9 @@ from cluster.cli.answer_printer import AnswerPrinter
 from cluster.cli.progress_line import ProgressLine
 from cluster.cli.tables import in_words
 from cluster.config import EngineArgs, ServeArgs, load_settings
-from cluster.config.other_engines import OTHER_ENGINES
 from cluster.config.reference import settings_page
 from cluster.config.resolve import resolve
-from cluster.config.setting import declared, flag_name
+from cluster.config.setting import declared
 from cluster.report import doctor
 from cluster.report.memory import memory_check
 from kernels_integration.errors import ConfigError
@@ -153,6 +152,11 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--mem-fraction-static=0.9"], "use --gpu-memory-utilization on a GPU"),
         (["serve", "--api-key", "x"], "there is no api_key"),
         (["serve", "--dp-size", "2"], "there is no dp_size: use --num-groups"),
+        (["doctor", "-dp", "2"], "there is no dp: use --num-groups"),
+        (["config", "show", "-q", "fp8"], "there is no q: it is read from the checkpoint"),
+        (["serve", "--enforce-eager"], "there is no enforce_eager: steps are recorded as graphs where that"),
+        (["inspect", "--model=/m"], "inspect takes no --model; the directory is its argument: inspect /m"),
+        (["generate", "x", "--port", "1"], "generate takes no --port; it is a flag of demo, serve, doctor"),
         (["serve", "--max-model-len", "32k"], "--max-model-len is '32k'; it must be a whole number >= 1: "),
         (["serve", "--max-model-len", "32k"], "write 32000 or 32768"),
         (["batch", "-i", "x"], "--output"),
@@ -333,15 +337,6 @@ def test_help_stands_in_sections_and_summaries_are_whole(
     assert "--install-completion" in text
 
 
-def test_names_of_other_engines_are_explained_by_flags_that_exist() -> None:
-    flags = {setting.flag for setting in declared(ServeArgs).values()}
-    switches = {f"--no-{setting.key}" for setting in declared(ServeArgs).values() if setting.is_switch}
-    for name, words in OTHER_ENGINES.items():
-        assert flag_name(name) not in flags
-        assert name not in PARAMETERS
-        assert set(re.findall(r"--[a-z-]+", words)) <= flags | switches | {"--executor"}
-
-
 @pytest.mark.parametrize("name", ["tp", "trust_remote_code"])
 def test_names_of_other_engines_are_explained_in_every_source(tmp_path: Path, name: str) -> None:
     file = tmp_path / "c.yaml"
@@ -364,7 +359,14 @@ def test_the_page_on_settings_is_written_from_their_declarations() -> None:
         assert f"`{setting.variable}`" in written
 
 
-@pytest.mark.parametrize("command", [("generate", "x"), ("generate", "x", "--executor", "ray"), ("serve",)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "x"),
+        ("generate", "x", "--executor", "ray"),
+        ("serve", "--port", "0", "--http-port", "0"),
+    ],
+)
 def test_too_little_memory_is_told_before_anything_starts(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

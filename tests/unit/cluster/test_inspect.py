@@ -129,6 +129,16 @@ def test_every_problem_of_the_config(path: Path, capsys: pytest.CaptureFixture[s
     assert found["files"]["num_files"] == 1
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 1000, '{"a": "\\ud800"}'])
+def test_one_problem_of_a_file_is_told_once(
+    path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """config.json is read for the model and for the tokenizer."""
+    (path / "config.json").write_text(content)
+    (problem,) = inspect(capsys, path, code=2)["problems"]
+    assert "config.json" in problem
+
+
 def test_directories_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" in inspect(capsys, tmp_path / "nowhere", code=2)["problems"][0]
     text = "\n".join(inspect(capsys, tmp_path, code=2)["problems"])
