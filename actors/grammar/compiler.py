@@ -9,7 +9,7 @@ import logging
 from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**28
 """Of compiled grammars that nobody uses, and as many of xgrammar's own parts of them."""
-MAX_WHITESPACE = 20
-"""Characters in a row between the parts of JSON: a model may indent, and may not do it for ever."""
+MAX_WHITESPACE = 2
+"""Characters in a row between the parts of JSON: one may indent, but not for ever."""
 
 
 class GrammarCompiler:
@@ -81,7 +81,9 @@ class GrammarCompiler:
                 return self._backend(()).compile_structural_tag(json.dumps(tag))
             case "structural_tag":
                 named = tuple(i for i, mark in self._special_tokens.items() if mark in text)
-                return self._backend(named).compile_structural_tag(text)
+                return self._backend(named).compile_structural_tag(
+                    json.dumps(_with_bounded_space(json.loads(text)))
+                )
 
     def _compile_schema(self, schema: str) -> "xgrammar.CompiledGrammar":
         return self._backend(()).compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
@@ -120,3 +122,15 @@ class GrammarCompiler:
         """Of each token; empty for an id that the tokenizer does not know."""
         kinds = decoder_kinds(self._tokenizer)
         return [bytes_of(self._tokenizer, kinds, i) for i in range(self._vocab_size)]
+
+
+def _with_bounded_space(tag: Any) -> Any:
+    """The same, with MAX_WHITESPACE in the schemas that leave it open; the schemas themselves are data."""
+    if isinstance(tag, list):
+        return [_with_bounded_space(child) for child in tag]
+    if not isinstance(tag, dict):
+        return tag
+    bound = {"max_whitespace_cnt": MAX_WHITESPACE} if tag.get("type") == "json_schema" else {}
+    return bound | {
+        name: child if name == "json_schema" else _with_bounded_space(child) for name, child in tag.items()
+    }

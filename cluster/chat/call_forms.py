@@ -10,7 +10,7 @@ there on all is arguments up to their closing mark: an answer that is cut there 
 
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from cluster.chat.incoming import (
     matched,
     whole_before,
 )
+from kernels_integration.errors import InvalidRequestError, shown
 
 ToolSchemas = Mapping[str, Properties]
 """By tool, the JSON schemas of its parameters by their names."""
@@ -45,7 +46,10 @@ class CallForm(Protocol):
         """Read content and calls to the end of the text."""
 
     def format(self, tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> Format:
-        """What a text of calls of these tools alone looks like. tools: as OpenAI's, at least one."""
+        """What a text of calls of these tools alone looks like. tools: as OpenAI's, at least one.
+
+        Errors: InvalidRequestError for a tool that the form cannot carry.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,8 @@ class ParameterCalls:
             function = tool["function"]
             schema = function.get("parameters")
             has_some = isinstance(schema, Mapping) and bool(schema.get("properties"))
+            if isinstance(schema, Mapping) and has_some:
+                self._require_writable(function["name"], schema["properties"])
             calls.append(
                 tag(
                     written.before_name + function["name"] + written.after_name,
@@ -176,6 +182,19 @@ class ParameterCalls:
             )
         found = some_of(calls, written.between, one=one_call)
         return tag(written.begin, found, written.end) if written.begin else found
+
+    def _require_writable(self, function: str, names: Iterable[str]) -> None:
+        """Names of parameters stand between marks, bare. Errors: InvalidRequestError for one that cannot."""
+        without = next(item.without for item in self.parameter if isinstance(item, Name))
+        for name in names:
+            if name.strip() != name or not name or any(mark in name for mark in without):
+                marks = " ".join(json.dumps(mark) for mark in without)
+                raise InvalidRequestError(
+                    f"tool_choice demands a call of {shown(function)}, whose parameter {shown(name)} this "
+                    f"model's form of calls cannot carry: a name must hold a character, none of {marks}, and "
+                    "neither begin nor end with white space; rename it",
+                    field="tools",
+                )
 
     def _begins(self, call: Pattern) -> tuple[Pattern, Pattern]:
         return (*call, *self.parameter), (*call, *self.end_call)

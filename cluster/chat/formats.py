@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from actors.grammar.compiler import MAX_WHITESPACE
-
 Format = dict[str, Any]
 """What a part of a text must look like."""
 
@@ -13,12 +11,7 @@ NOTHING: Format = {"type": "const_string", "value": ""}
 
 
 def json_schema(schema: Any, style: str = "json") -> Format:
-    return {
-        "type": "json_schema",
-        "json_schema": schema,
-        "style": style,
-        "max_whitespace_cnt": MAX_WHITESPACE,
-    }
+    return {"type": "json_schema", "json_schema": schema, "style": style}
 
 
 def tag(begin: str, content: Format, end: str) -> Format:

@@ -14,6 +14,7 @@ from typing import Any
 from actors.structured_outputs import StructuredOutputs
 from cluster.bounded_process import BoundedProcess, is_out_of_time
 from cluster.frontend.json_schema import passed_over
+from cluster.frontend.regex_errors import in_terms_of_regex
 from kernels_integration.errors import InvalidRequestError, shortened
 
 COMPILE_CPU_S = 1.0
@@ -72,7 +73,7 @@ class GrammarCheck:
         answer = self._process.ask({"kind": constraint.kind, "text": constraint.text})
         if not isinstance(answer, int):
             error: str | None = answer["error"]
-            return None if error is None else shortened(error)
+            return None if error is None else shortened(in_terms_of_regex(constraint, error))
         if is_out_of_time(answer):
             return f"it takes more than {COMPILE_CPU_S:g} s to compile"
         return f"the process that compiled it ended (exit code {answer}), which may take {MEMORY_BYTES} bytes"

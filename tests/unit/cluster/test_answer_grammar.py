@@ -139,6 +139,19 @@ def test_parameters_that_a_demanded_call_could_not_be_held_to_are_refused(schema
     assert demanded_tools("auto", tools) == []
 
 
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [("glm", ["a<b", "</arg_key>", " a", "a\n", ""]), ("v32", ['a"b', "a>b", "a<", "a\nb", "", "a "])],
+)
+def test_a_parameter_whose_name_the_form_cannot_carry_is_refused(form: str, names: list[str]) -> None:
+    for name in names:
+        tools = [tool("f", ok={"type": "string"}, **{name: {"type": "integer"}})]
+        with pytest.raises(InvalidRequestError, match=r"'f', whose parameter .* cannot carry") as caught:
+            held_answer(AnswerForm(calls=FORMS[form]), "", calls=tools)
+        assert caught.value.field == "tools"
+        assert held_answer(AnswerForm(calls=FORMS["v31"]), "", calls=tools) is not None  # in JSON it can
+
+
 @pytest.mark.parametrize("schema", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
 def test_a_demanded_call_may_have_no_arguments(schema: object) -> None:
     tools = [{"type": "function", "function": {"name": "a", "parameters": schema}}]

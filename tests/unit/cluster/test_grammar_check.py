@@ -28,6 +28,10 @@ def check() -> Iterator[GrammarCheck]:
     found.close()
 
 
+def tagged(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": form}
+
+
 def nested(schema: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": {"type": "array", "items": schema}}}
 
@@ -49,6 +53,19 @@ def nested(schema: Any) -> dict[str, Any]:
         ),
         ({"regex": "a(b"}, "position 4: The parenthesis is not closed"),
         ({"regex": "(?<=a)b"}, "Lookbehind is not supported"),
+        # found in the EBNF that is made of it, and told at the place in the regex
+        ({"regex": "xya{5,2}"}, "the regex 'xya{5,2}': min repeat greater than max repeat at position 5"),
+        ({"regex": "b[z-a]"}, "the regex 'b[z-a]': bad character range z-a at position 3"),
+        ({"regex": "*a"}, "the regex '*a': nothing to repeat at position 1"),
+        (
+            {"json": nested({"type": "string", "pattern": "ab[z-a]"})},
+            "the regex 'ab[z-a]': bad character range",
+        ),
+        (
+            {"json": {"type": "object", "patternProperties": {"a": {}, "b{5,2}": {}}}},
+            "the regex 'b{5,2}': min repeat greater",
+        ),
+        ({"structural_tag": tagged({"type": "regex", "pattern": "*a"})}, "the regex '*a': nothing to repeat"),
         ({"grammar": "root ::= foo"}, 'Rule "foo" is not defined'),
         ({"grammar": 'start ::= "a"'}, 'root rule with name "root" is not found'),
         ({"structural_tag": {"type": "tag"}}, "Invalid structural tag"),

@@ -143,7 +143,7 @@ def test_masks_made_when_needed_are_those_made_beforehand(
 
     info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=[EOS])
     eager = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    matcher = xgrammar.GrammarMatcher(eager.compile_json_schema(json.dumps(SCHEMA), max_whitespace_cnt=20))
+    matcher = xgrammar.GrammarMatcher(eager.compile_json_schema(json.dumps(SCHEMA), max_whitespace_cnt=2))
     mine = compiler.matcher(StructuredOutputs.of(json=SCHEMA), (EOS,))
     words = np.zeros((1, VOCAB // 32), np.int32)
     tokens = load_tokenizer().encode('{"name": "ab", "tags": [3, "bc"]}', add_special_tokens=False).ids
@@ -210,3 +210,23 @@ def test_behind_thoughts_the_constraint_is_the_same(
     matcher = compiler.matcher(asked, (EOS,))
     matcher.advance(load_tokenizer().encode(text, add_special_tokens=False).ids)
     assert EOS in (legal(matcher, []) or ())
+
+
+@pytest.mark.parametrize("within", ["schema", "tag", "behind thoughts"])
+def test_white_space_between_the_parts_of_json_is_bounded(compiler: GrammarCompiler, within: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": "x  \n  y"}}, "required": ["a"]}
+    part = {"type": "json_schema", "json_schema": schema}
+    constraint, before = {
+        "schema": (StructuredOutputs.of(json=schema), ""),
+        "tag": (StructuredOutputs.of(structural_tag={"type": "structural_tag", "format": part}), ""),
+        "behind thoughts": (StructuredOutputs.of(json=schema).behind("</think>"), "</think>"),
+    }[within]
+    for space, is_legal in [("", True), ("\n ", True), ("\n  ", False), (" " * 8, False)]:
+        text = f'{before}{{{space}"a"{space}:{space}"x  \\n  y"{space}}}'
+        matcher = compiler.matcher(constraint, (EOS,))
+        tokens = load_tokenizer().encode(text, add_special_tokens=False).ids
+        assert (matcher.legal(tokens) is not None and EOS in (legal(matcher, tokens) or ())) == is_legal
+    unbounded = part | {"max_whitespace_cnt": 8}
+    asked = StructuredOutputs.of(structural_tag={"type": "structural_tag", "format": unbounded})
+    tokens = load_tokenizer().encode('{        "a"', add_special_tokens=False).ids
+    assert legal(compiler.matcher(asked, (EOS,)), tokens) is not None
