@@ -12,22 +12,25 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.request_record import RequestRecord
 from cluster.gateway.statuses import errors_as_status
-from cluster.gateway.wire_size import WireBounds, check_size
-from kernels_integration.errors import InvalidRequestError
+from cluster.gateway.wire_size import WireBounds, check_size, text_of
+from kernels_integration.errors import InvalidRequestError, LatentrayError
 
 
 class RefuseMalformed(aio.ServerInterceptor):  # type: ignore[misc]
     """Decodes the requests of all unary calls and streams of answers; other kinds pass.
 
-    service: whose requests are held to the bounds.
+    service: whose requests are held to the bounds, and recorded where they are refused.
     """
 
-    def __init__(self, service: ServiceDescriptor, bounds: WireBounds) -> None:
+    def __init__(self, service: ServiceDescriptor, bounds: WireBounds, metrics: GatewayMetrics) -> None:
         self._messages = {
             f"/{service.full_name}/{method.name}": method.input_type for method in service.methods
         }
         self._bounds = bounds
+        self._metrics = metrics
 
     async def intercept_service(
         self,
@@ -44,9 +47,26 @@ class RefuseMalformed(aio.ServerInterceptor):  # type: ignore[misc]
         def decode(data: bytes) -> Any:
             if message is not None:
                 check_size(data, message, self._bounds)
-            return handler.request_deserializer(data)
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError as error:
+                raise InvalidRequestError(
+                    f"the {len(data)} bytes of the request are no message of {call}: {error}; check that "
+                    "client and server use the same protocol",
+                    field="message",
+                ) from error
 
-        behaviour = _decoding(getattr(handler, kind), decode, call)
+        def decode_recorded(data: bytes) -> Any:
+            try:
+                return decode(data)
+            except Exception as error:
+                if message is not None:
+                    request_id = text_of(data, message, "request_id")
+                    code = getattr(error, "code", LatentrayError.code)
+                    RequestRecord(request_id, self._metrics).ended(code, getattr(error, "field", ""))
+                raise
+
+        behaviour = _decoding(getattr(handler, kind), decode_recorded, call)
         return handler._replace(request_deserializer=None, **{kind: behaviour})
 
 
@@ -55,7 +75,7 @@ def _decoding(behaviour: Any, decode: Callable[[bytes], Any], call: str) -> Any:
 
     async def decoded(data: bytes, context: aio.ServicerContext) -> Any:
         async with errors_as_status(context, call):
-            return _decoded(data, decode, call)
+            return decode(data)
 
     async def answer(data: bytes, context: aio.ServicerContext) -> Any:
         return await behaviour(await decoded(data, context), context)
@@ -65,14 +85,3 @@ def _decoding(behaviour: Any, decode: Callable[[bytes], Any], call: str) -> Any:
             yield response
 
     return generate if inspect.isasyncgenfunction(behaviour) else answer
-
-
-def _decoded(data: bytes, decode: Callable[[bytes], Any], call: str) -> Any:
-    try:
-        return decode(data)
-    except DecodeError as error:
-        raise InvalidRequestError(
-            f"the {len(data)} bytes of the request are no message of {call}: {error}; check that client and "
-            "server use the same protocol",
-            field="message",
-        ) from error

@@ -105,6 +105,12 @@ def _in_words(name: str, value: str | int | float) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
+def _code_of(error: BaseException) -> str:
+    """Of what is no error of ours: a refusal by the HTTP server has a status."""
+    is_refusal = 400 <= getattr(error, "status", 500) < 500
+    return InvalidRequestError.code if is_refusal else LatentrayError.code
+
+
 @contextmanager
 def recorded(
     request_id: str, metrics: GatewayMetrics, time_remaining: Callable[[], float | None]
@@ -128,7 +134,7 @@ def recorded(
     except LatentrayError as error:
         record.ended(error.code)
         raise
-    except BaseException:
-        record.ended(LatentrayError.code)
+    except BaseException as error:
+        record.ended(_code_of(error))
         raise
     record.ended()

@@ -98,7 +98,7 @@ class GatewayServer:
         """Listen. Errors: ConfigError when the port is taken or the host is not this machine's."""
         require_free(self._host, self.port)
         server = aio.server(
-            interceptors=(RefuseMalformed(_SERVICE, _bounds_of(self._frontend)),),
+            interceptors=(RefuseMalformed(_SERVICE, _bounds_of(self._frontend), self._servicer.metrics),),
             options=server_options(self._max_message_bytes),
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, server)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import MAX_SHOWN, InvalidRequestError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
@@ -18,6 +18,9 @@ _WIDTHS = {_FIXED64: 8, _FIXED32: 4}
 _MAX_FIELDS = 2**16
 """Of a message and those inside it. A packed list, as proto3 writes numbers, is one; looking at so many takes
 some hundredths of a second."""
+
+_MAX_LOOKED_AT = 64
+"""Fields among which the id of a refused request is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,30 @@ def check_size(data: bytes, message: Descriptor, bounds: WireBounds) -> None:
         _Scan(bounds).message(memoryview(data), message, "")
     except IndexError:  # it ends in the middle of a field
         return
+
+
+def text_of(data: bytes, message: Descriptor, name: str) -> str:
+    """The field `name` of a message that is not decoded; "" where it is not among the first fields, no text,
+    or long.
+    """
+    if name not in message.fields_by_name:
+        return ""
+    number = message.fields_by_name[name].number
+    view, position = memoryview(data), 0
+    try:
+        for _ in range(_MAX_LOOKED_AT):
+            tag, position = _varint(view, position)
+            wire = tag & 7
+            length = _WIDTHS.get(wire, 0)
+            if wire in (_VARINT, _BYTES):
+                value, position = _varint(view, position)
+                length = value if wire == _BYTES else 0
+            if wire == _BYTES and tag >> 3 == number and length <= MAX_SHOWN:
+                return bytes(view[position : position + length]).decode(errors="replace")
+            position += length
+    except IndexError:
+        pass
+    return ""
 
 
 class _Scan:

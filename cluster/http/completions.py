@@ -17,6 +17,7 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.http.errors import DONE, REQUEST_ID_HEADER, event
+from cluster.http.refusals import IS_RECORDED
 from cluster.http.request_body import BodyReader
 from cluster.openai.bodies import Body, check_model, parse_body
 from cluster.openai.endpoints import AnswerStream, streamed_answer, whole_answer
@@ -58,6 +59,7 @@ class Completions:
         stream = EventStream(http, request_id)
         try:
             with recorded(request_id, self._metrics, time_left_s) as record:
+                http[IS_RECORDED] = True
                 async with self._answering.admit(
                     request_id, client=http.remote or "", time_left_s=time_left_s()
                 ) as live:

@@ -19,6 +19,7 @@ from cluster.http.completions import Completions
 from cluster.http.connections import IDLE_S, LimitedRunner, max_connections
 from cluster.http.errors import in_envelope
 from cluster.http.openapi import openapi_document
+from cluster.http.refusals import record_refusals
 from cluster.http.request_body import BodyReader
 from cluster.http.status_page import StatusPage
 from cluster.openai.bodies import ENDPOINTS, check_model, parse_body
@@ -54,7 +55,10 @@ class HttpServer:
         self._completions = Completions(
             frontend=frontend, answering=answering, metrics=metrics, bodies=self._bodies
         )
-        self._app = web.Application(middlewares=[in_envelope(max_body_bytes)], client_max_size=max_body_bytes)
+        self._app = web.Application(
+            middlewares=[record_refusals(metrics), in_envelope(max_body_bytes)],
+            client_max_size=max_body_bytes,
+        )
         for path in ENDPOINTS:
             self._app.router.add_post(path, self._completions.answer)
         routes = {

@@ -7,6 +7,7 @@ import socket
 import threading
 import urllib.request
 
+import aiohttp
 import grpc
 import pytest
 from prometheus_client import Metric
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from typer.testing import CliRunner
 
+from actors.sampling_params import MAX_VOCABULARY
 from actors.stats import GroupStats, PhaseTimes
 from cluster.cli.app import app
 from cluster.client import AsyncClient
@@ -290,3 +292,54 @@ async def test_statistics_over_grpc_alone(serve) -> None:
     assert "75%, 50%, 33%" in result.output
     assert "1 x 0, 2 x 2" in result.output
     assert "node      runs\n10.0.0.1  coordinator, shard 0\n10.0.0.2  shard 1\n" in result.output
+
+
+async def test_what_is_refused_before_it_is_read_is_logged_and_counted_too(serve, caplog) -> None:
+    """By its size, by its bytes, by its headers: operators see each refusal once, with its id where one is
+    known.
+    """
+    server = await serve(ScriptedGroup(), metrics_port=0, http_port=0, max_message_bytes=2**20)
+    many = pb.GenerateRequest(request_id="many")
+    many.tokenized.input_ids.extend([1] * (MAX_VOCABULARY + 1))
+    long = pb.GenerateRequest(request_id="long", text="x" * (2**20 + 1))
+    caplog.set_level(logging.INFO, "latentray.access")
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        generate = channel.unary_stream("/vllm.grpc.engine.VllmEngine/Generate")
+        for data in (many.SerializeToString(), long.SerializeToString(), b"\x0a\x03bad\xff\xff"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in generate(data):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        abort = channel.unary_unary("/vllm.grpc.engine.VllmEngine/Abort")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await abort(b"\xff")
+    told = [r.getMessage() for r in caplog.records if r.name == "latentray.access"]
+    assert [line.partition(" ")[0] for line in told] == ['id="many"', 'id="long"', 'id="bad"', 'id=""']
+    assert [line.rpartition(" field=")[2] for line in told] == [
+        '"tokenized.input_ids"',
+        '"text"',
+        '"message"',
+        '"message"',
+    ]
+    url = f"http://127.0.0.1:{server.http_port}"
+    async with aiohttp.ClientSession() as session:
+        for path, content, more in (
+            ("/v1/completions", b"x" * (2**20 + 1), {}),
+            ("/v1/completions", b"{}", {"Content-Type": "text/plain"}),
+            ("/v1/completions", b"{", {}),
+            ("/v1/completions", b"{}", {"X-Request-Timeout": "0"}),
+            ("/v1/completions", b"{}", {"X-Request-Id": "x" * 300}),
+            ("/tokenize", b"{}", {}),
+            ("/v1/nothing", b"{}", {}),
+        ):
+            headers = {"Content-Type": "application/json", "X-Request-Id": "web"} | more
+            caplog.clear()
+            async with session.post(url + path, data=content, headers=headers) as found:
+                assert 400 <= found.status < 500
+            (told,) = (r.getMessage() for r in caplog.records if r.name == "latentray.access")
+            assert told.startswith(f'id="{headers["X-Request-Id"][:200]}" finish=error'), path
+        async with session.get(url + "/health") as found:
+            assert found.status == 200
+    scraped = await scrape(server.metrics_port, PROMETHEUS_3)
+    refused = {key[1:]: n for key, n in scraped.items() if key[0].endswith("requests_failed_total") and n}
+    assert refused == {("invalid_request",): 11}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from cluster.gateway.wire_size import WireBounds, check_size
+from cluster.gateway.wire_size import WireBounds, check_size, text_of
 from kernels_integration.errors import InvalidRequestError
 
 BOUNDS = WireBounds(max_values=1000, max_text_bytes=4000)
@@ -75,3 +75,16 @@ def _length(number: int) -> bytes:
         encoded += bytes([number & 0x7F | 0x80])
         number >>= 7
     return encoded + bytes([number])
+
+
+@given(request_id=st.text(max_size=60), position=st.integers(0, 2))
+def test_an_id_is_found_without_decoding(request_id: str, position: int) -> None:
+    parts = [with_ids(5, 300).SerializeToString(), pb.GenerateRequest(stream=True).SerializeToString()]
+    parts.insert(position, pb.GenerateRequest(request_id=request_id).SerializeToString())
+    assert text_of(b"".join(parts), GENERATE, "request_id") == request_id
+
+
+@given(st.binary(max_size=60))
+def test_an_id_in_any_bytes_is_text(data: bytes) -> None:
+    assert isinstance(text_of(data, GENERATE, "request_id"), str)
+    assert text_of(data, pb.GetLoadsRequest.DESCRIPTOR, "request_id") == ""
