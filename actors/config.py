@@ -48,6 +48,8 @@ class GroupConfig:
     """What the shards compute on."""
     attention_backend: str = "torch"
     """auto, or one of the registry's."""
+    deterministic: bool = False
+    """A request's stream has the same bits in every batch, in low precision too."""
     rejection_sampling: Literal["coupled", "standard"] = "coupled"
     """How drafts are accepted at a temperature above 0. Coupled streams do not depend on k."""
     scheduling: Literal["sync", "deferred"] = "sync"

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from actors import inline_group as inline
+from actors.config import GroupConfig
 from actors.inline_group import InlineGroup
 from actors.messages import RowKind, StepInput, StepOutput
 from actors.model.model import Model
@@ -196,7 +197,9 @@ def fill(vectors: StoredVectors) -> None:
         part.copy_(encoded[: len(part)])
 
 
-def settings(variant: Variant, folder: Path, batch: int, context: int, num_kv_blocks: int, **more):
+def settings(
+    variant: Variant, folder: Path, batch: int, context: int, num_kv_blocks: int, *, deterministic: bool
+) -> GroupConfig:
     return config(
         model=str(folder),
         load_format="dummy",
@@ -212,8 +215,7 @@ def settings(variant: Variant, folder: Path, batch: int, context: int, num_kv_bl
         max_num_batched_tokens=batch * (context + 1) + 1,
         long_prefill_token_threshold=0,
         enable_prefix_caching=False,
-        scheduling="deferred",
-        **more,
+        deterministic=deterministic,
     )
 
 
@@ -228,10 +230,12 @@ class Measured:
 class Engine:
     """One variant: weights and cache that all of its cases share."""
 
-    def __init__(self, variant: Variant, folder: Path, cases: list[Case]) -> None:
-        self.variant, self._folder = variant, folder
+    def __init__(
+        self, variant: Variant, folder: Path, cases: list[Case], *, deterministic: bool = False
+    ) -> None:
+        self.variant, self._folder, self._deterministic = variant, folder, deterministic
         self._blocks = max(-(-(c.context + _ROOM) // _BLOCK_SIZE) * c.batch for c in cases) + 8
-        first = settings(variant, folder, 1, cases[0].context, self._blocks)
+        first = self._settings(1, cases[0].context)
         self._solo, self._spans = SoloCollectives(), Spans(is_on=False)
         self._dcp = DcpGroup(1, self._solo, "a2a")
         self.model: Model = load_weights(first, tp=self._solo, dcp=self._dcp, spans=self._spans)
@@ -239,9 +243,14 @@ class Engine:
         for vectors in (*self.cache.latents, *self.cache.keys):
             fill(vectors)
 
+    def _settings(self, batch: int, context: int) -> GroupConfig:
+        return settings(
+            self.variant, self._folder, batch, context, self._blocks, deterministic=self._deterministic
+        )
+
     def group(self, case: Case, *, trace: bool = False) -> InlineGroup:
         """All requests decode after its first step."""
-        resolved = settings(self.variant, self._folder, case.batch, case.context, self._blocks)
+        resolved = self._settings(case.batch, case.context)
         resolved = replace(resolved, trace=trace)
 
         def build(config, *, tp, dcp_comm, spans):
@@ -335,6 +344,9 @@ def main() -> None:
     arguments.add_argument("--only", nargs="*", default=[], help="cells, such as 32k/64")
     arguments.add_argument("--profile", nargs="*", default=[], help="cells whose kernels are listed")
     arguments.add_argument("--steps", type=int, default=100, help="of one repeat, at most 150")
+    arguments.add_argument(
+        "--deterministic", action="store_true", help="what one stream in every batch costs"
+    )
     arguments.add_argument("--top", type=int, default=40, help="kernels listed")
     given = arguments.parse_args()
     if not torch.cuda.is_available():
@@ -350,7 +362,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_config(Path(folder), is_sparse=variant.is_sparse)
             start = time.perf_counter()
-            engine = Engine(variant, Path(folder), cases)
+            engine = Engine(variant, Path(folder), cases, deterministic=given.deterministic)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
             print(f"{variant.name}: loaded in {seconds:.1f} s, {torch.cuda.memory_allocated() / 1e9:.1f} GB")

@@ -32,6 +32,8 @@ class Needs:
     """0 for a model without an indexer."""
     needs_lse: bool
     """Under DCP partial results are merged by it."""
+    deterministic: bool = False
+    """A request's stream has the same bits in every batch (contracts/device_step.md 5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class Capabilities:
     latent_sizes: frozenset[tuple[int, int]] | None = None
     """(latent rank, rotary dims)"""
     returns_lse: bool = True
+    is_deterministic: bool = False
+    """Sums of a row can be made independent of the rows beside it."""
 
     def refusal(self, needs: Needs) -> str | None:
         """The first thing needed that is not taken, with what is; None: all is taken."""
@@ -63,6 +67,11 @@ class Capabilities:
             return f"it does not take a latent of {size[0]} + {size[1]} values, only {taken_sizes}"
         if needs.needs_lse and not self.returns_lse:
             return "it returns no LSE, which merging the parts of DCP ranks needs"
+        if needs.deterministic and not self.is_deterministic:
+            return (
+                "its sums depend on the batch, and deterministic was asked for; "
+                "triton (on a GPU) and native (on a CPU) have others"
+            )
         return None
 
 

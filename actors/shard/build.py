@@ -151,6 +151,7 @@ def backend_needs(config: GroupConfig, model: ModelConfig) -> registry.Needs:
         rope_dim=layout.rope_dim,
         index_dim=layout.index_dim,
         needs_lse=config.topology.dcp > 1,
+        deterministic=config.deterministic,
     )
 
 

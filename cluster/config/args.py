@@ -225,11 +225,12 @@ class EngineArgs(SettingsModel):
         ),
     ] = 2048
     scheduling: Annotated[
-        Literal["sync", "deferred"],
+        Literal["auto", "sync", "deferred"],
         Setting(
-            "deferred sends a step while the one before it still runs. Same streams.", group="Scheduling"
+            "deferred sends a step while the one before it still runs. Same streams. auto: on a GPU.",
+            group="Scheduling",
         ),
-    ] = "sync"
+    ] = "auto"
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
         Setting(
@@ -303,6 +304,15 @@ class EngineArgs(SettingsModel):
         Literal["auto", "native", "torch", "triton", "aiter"],
         Setting("What computes the model. auto is the fastest that this machine can use.", group="KV cache"),
     ] = "auto"
+
+    deterministic: Annotated[
+        bool,
+        Setting(
+            "The same stream in every batch, for every number of drafts, bit for bit in low precision too. "
+            "By triton on a GPU, by native on a CPU.",
+            group="KV cache",
+        ),
+    ] = False
 
     check_plans: Annotated[
         bool,

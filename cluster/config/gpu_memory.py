@@ -17,6 +17,8 @@ _RUNTIME_BYTES = 1 << 30
 """The driver's context, libraries and compiled kernels."""
 _SCORE_BYTES = 768 << 20
 """Indexer scores of a long prompt, which are computed in turns, and the candidates among them."""
+_PARTIAL_BYTES = 512 << 20
+"""Parts of attention's rows in fixed splits, of a step at once and of those that graphs keep."""
 _LIVE_LOGITS = 8
 """Copies of a step's logits: the product, in float32, and what graphs of several shapes keep."""
 _ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -130,5 +132,6 @@ def _step_bytes(
     hidden = rows * (8 * model.hidden_size + 3 * model.intermediate_size + heads) * item
     listed = rows * 4 * (2 * model.index_topk if model.has_indexer else length)
     scores = _SCORE_BYTES if model.has_indexer else 0
+    parts = _PARTIAL_BYTES if args.deterministic else 0
     logits = _LIVE_LOGITS * 4 * drawn * model.vocab_size
-    return experts + hidden + listed + scores + logits
+    return experts + hidden + listed + scores + parts + logits

@@ -119,7 +119,7 @@ OTHER_ENGINES = {
     "speculative_eagle_topk": "a draft is one chain of tokens; use --num-speculative-tokens for its length",
     "disable_radix_cache": "use --no-enable-prefix-caching",
     "no_enable_chunked_prefill": _ROWS,
-    "async_scheduling": "use --scheduling deferred",
+    "async_scheduling": "use --scheduling deferred, which is the default on a GPU",
     "disable_overlap_schedule": "use --scheduling sync",
     "schedule_policy": "use --scheduling-policy",
     "enable_priority_scheduling": "use --scheduling-policy priority",

@@ -72,6 +72,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         "kv_cache_dtype": kv_cache_dtype,
         "indexer_kv_dtype": indexer_kv_dtype,
         "device": device,
+        "scheduling": _scheduling(args, device),
         # Where it is auto the shard chooses: whether a backend can be used shows there.
         "attention_backend": args.attention_backend,
         "chat_template": _chat_template(args),
@@ -174,6 +175,13 @@ def _device(args: EngineArgs) -> str:
             "torch built for it"
         )
     return "cpu"
+
+
+def _scheduling(args: EngineArgs, device: str) -> str:
+    """A GPU works on while the host looks at what it did; on a CPU there is no host beside it."""
+    if args.scheduling != "auto":
+        return args.scheduling
+    return "deferred" if device == "cuda" else "sync"
 
 
 def _finds_gpu() -> bool:

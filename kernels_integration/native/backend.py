@@ -26,6 +26,7 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"float32", "bfloat16"}),
     kv_cache_dtypes=TORCH_CAPABILITIES.kv_cache_dtypes,
     indexer_kv_dtypes=TORCH_CAPABILITIES.indexer_kv_dtypes,
+    is_deterministic=True,
 )
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_integration.backend import Backend, Routing
+from kernels_integration.backend import Backend, Linear, Routing
 from kernels_integration.dcp import DcpGroup, merge_attention
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.kv_layout import FP8_DS_MLA, FP8_TILE
@@ -20,9 +20,11 @@ from kernels_integration.triton import (
     exact_product,
     experts,
     indexer,
+    listing,
     mla_attention,
     norms,
     plan_build,
+    products,
     router,
     sampling,
 )
@@ -35,6 +37,7 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"float32", "bfloat16"}),
     kv_cache_dtypes=frozenset({"float32", "bfloat16", FP8_DS_MLA}),
     indexer_kv_dtypes=frozenset({"float32", "bfloat16", "fp8"}),
+    is_deterministic=True,
 )
 _MIN_CAPABILITY = (9, 0)
 _SCORE_BYTES = 512 << 20
@@ -59,7 +62,8 @@ def refusal(needs: Needs) -> str | None:
 
 
 def create(needs: Needs) -> Backend:
-    return TritonBackend(getattr(torch, needs.dtype), torch.device(needs.device))
+    dtype, device = getattr(torch, needs.dtype), torch.device(needs.device)
+    return TritonBackend(dtype, device, deterministic=needs.deterministic)
 
 
 def _probe() -> None:
@@ -73,13 +77,16 @@ def _probe() -> None:
 class GroupedExperts:
     """Routed experts as two grouped products."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int, *, deterministic: bool) -> None:
+        self._deterministic = deterministic
         self._gate_up, self._down = gate_up.contiguous(), down.contiguous()
         self._first_expert = first_expert
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         tiles = experts.group_pairs(chosen, self._gate_up.shape[0], self._first_expert)
-        experts.run_experts(x, self._gate_up, self._down, tiles, weights, out)
+        experts.run_experts(
+            x, self._gate_up, self._down, tiles, weights, out, weight_first=self._deterministic
+        )
         return out
 
 
@@ -93,11 +100,29 @@ class MatrixProduct:
         return _product(x, self._weight)
 
 
+class DeterministicProduct:
+    """The same with bits that do not depend on the other rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.contiguous()
+        self._product = products.FixedProduct(self._weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if _is_exact(x, self._weight):
+            return exact_product.exact_product(x, self._weight)
+        return self._product(x.to(self._weight.dtype))
+
+
+def _is_exact(x: Tensor, weight: Tensor) -> bool:
+    """Whether bfloat16 rows meet a float32 weight."""
+    return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+
+
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """In the weight's dtype."""
-    if x.dtype == weight.dtype or x.dtype != torch.bfloat16:
-        return F.linear(x.to(weight.dtype), weight)
-    return exact_product.exact_parts(x, weight).sum(0)
+    if _is_exact(x, weight):
+        return exact_product.exact_product(x, weight)
+    return F.linear(x.to(weight.dtype), weight)
 
 
 class TritonBackend:
@@ -107,30 +132,51 @@ class TritonBackend:
     """
 
     name = "triton"
-    arithmetic = "triton"
     keeps_transposes = False
     keeps_fp8 = False
     is_capturable = True
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cuda", num_parts: int = 0) -> None:
-        """dtype: what fp8 weights become. num_parts: workers of a plan; 0: one for each multiprocessor."""
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str = "cuda",
+        num_parts: int = 0,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        """dtype: what fp8 weights become. num_parts: workers of a plan; 0: one for each multiprocessor.
+
+        deterministic: every row has the same bits whatever rows are beside it (contracts/device_step.md 5).
+        """
+        self._deterministic = deterministic
+        self.arithmetic = "triton, deterministic" if deterministic else "triton"
         self._dtype = dtype
         self.device = torch.device(device)
         self._num_parts = num_parts or _num_multiprocessors(self.device)
         self._last_rows: tuple[Rows, _PassRows] | None = None
 
-    def linear(self, weight: Weight) -> MatrixProduct:
-        return MatrixProduct(weight.dequantized(self._dtype))
+    def linear(self, weight: Weight) -> Linear:
+        kind = DeterministicProduct if self._deterministic else MatrixProduct
+        return kind(weight.dequantized(self._dtype))
 
     def experts(
         self, gate_up: Weight, down: Weight, *, first_expert: int, num_experts: int
     ) -> GroupedExperts:
-        return GroupedExperts(gate_up.dequantized(self._dtype), down.dequantized(self._dtype), first_expert)
+        return GroupedExperts(
+            gate_up.dequantized(self._dtype),
+            down.dequantized(self._dtype),
+            first_expert,
+            deterministic=self._deterministic,
+        )
 
     def head_product(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[2], dtype=weight.dtype)
-        torch.bmm(x.to(weight.dtype).transpose(0, 1), weight, out=out.transpose(0, 1))
+        x = x.to(weight.dtype)
+        if self._deterministic:
+            products.head_product(x, weight, out)
+        else:
+            torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
         return out
 
     def embed(self, token_ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
@@ -160,8 +206,8 @@ class TritonBackend:
         return out
 
     def route(self, x: Tensor, weight: Tensor, bias: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        is_exact = x.dtype == torch.bfloat16
-        logits = exact_product.exact_parts(x, weight) if is_exact else _product(x, weight).unsqueeze(0)
+        is_exact = _is_exact(x, weight)
+        logits = exact_product.exact_parts(x, weight) if is_exact else self._scores(x, weight).unsqueeze(0)
         chosen = torch.empty(x.shape[0], routing.topk, dtype=torch.int64, device=x.device)
         weights = torch.empty(x.shape[0], routing.topk, dtype=torch.float32, device=x.device)
         router.route(
@@ -175,6 +221,9 @@ class TritonBackend:
             scaling_factor=routing.scaling_factor,
         )
         return chosen, weights
+
+    def _scores(self, x: Tensor, weight: Tensor) -> Tensor:
+        return DeterministicProduct(weight)(x) if self._deterministic else _product(x, weight)
 
     def write_latents(
         self, latents: Tensor, norm: Tensor, eps: float, rope: Tensor, cache: StoredVectors, rows: Rows
@@ -196,7 +245,7 @@ class TritonBackend:
     def select_visible(self, rows: Rows, dcp: DcpGroup) -> Selection:
         made = self._rows_of_pass(rows, dcp)
         kv_indptr, kv_indices = made.pointers(made.local.max_visible)
-        indexer.list_visible(made.local, kv_indptr, kv_indices)
+        listing.list_visible(made.local, kv_indptr, kv_indices)
         return Selection(kv_indptr=kv_indptr, kv_indices=kv_indices)
 
     def select_topk(
@@ -215,7 +264,9 @@ class TritonBackend:
         for start in range(0, rows.num_rows, rows_at_once):
             end = min(start + rows_at_once, rows.num_rows)
             part, part_scores = made.local.part(start, end), scores[: end - start]
-            indexer.score_tokens(q[start:end], weights[start:end], keys, part, part_scores)
+            indexer.score_tokens(
+                q[start:end], weights[start:end], keys, part, part_scores, is_fixed=self._deterministic
+            )
             select_best(part_scores, part, kv_indptr[start : end + 1], kv_indices, topk=topk)
         return Selection(kv_indptr=kv_indptr, kv_indices=kv_indices)
 
@@ -223,7 +274,7 @@ class TritonBackend:
         if like is not None and like.kv_indptr is selection.kv_indptr:
             return like.with_indices(selection.kv_indices)
         rows = selection.kv_indptr.shape[0] - 1
-        if mla_attention.runs_rows_alone(rows, self._num_parts):
+        if self._deterministic or mla_attention.runs_rows_alone(rows, self._num_parts):
             return plan_from_indptr(selection.kv_indptr, None, kv_indices=selection.kv_indices)
         return plan_build.build_plan_from_indptr(
             selection.kv_indptr, self._num_parts, kv_indices=selection.kv_indices
@@ -235,7 +286,8 @@ class TritonBackend:
     def attend(
         self, plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
     ) -> None:
-        mla_attention.run(plan, q, kv, o, lse, sm_scale=sm_scale)
+        fixed_most = _most_tokens(plan) if self._deterministic else None
+        mla_attention.run(plan, q, kv, o, lse, sm_scale=sm_scale, fixed_most=fixed_most)
 
     def draw(self, logits: Tensor, vocab_start: int, rows: SamplingRows, *, has_filters: bool) -> Tensor:
         if has_filters:
@@ -281,6 +333,13 @@ class _PassRows:
 def _with_heads(x: Tensor) -> Tensor:
     """[T, H, R] of [T, ..., R]."""
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+
+
+def _most_tokens(plan: SparseMLAPlan) -> int:
+    """Of a row, at most: on a device every row of `_PassRows.pointers` has as much room."""
+    if plan.kv_indptr.device.type == "cpu":
+        return int(plan.kv_indptr.diff().max()) if plan.rows else 0
+    return plan.kv_bound // max(plan.rows, 1)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -15,6 +15,17 @@ _BLOCK_I = 128
 _MOST_PARTS = 16
 
 
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """[T, O] float32: the sum of `exact_parts`, in their order."""
+    parts = exact_parts(x, weight)
+    out = torch.empty_like(parts[0])
+    if out.numel():
+        _add_parts[(triton.cdiv(out.numel(), 1024),)](
+            parts, out, out.numel(), PARTS=parts.shape[0], BLOCK=1024, num_warps=4
+        )
+    return out
+
+
 def exact_parts(x: Tensor, weight: Tensor) -> Tensor:
     """[P, T, O] float32, which sum up to x [T, I] bfloat16 . weight [O, I] float32; last dims contiguous."""
     T, width = x.shape
@@ -73,3 +84,12 @@ def _exact_part(
         acc = tl.dot(rows, tl.trans(high), acc)
     out = (tl.program_id(2).to(tl.int64) * num_rows + row[:, None]) * num_outputs + column[None, :]
     tl.store(parts + out, acc, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _add_parts(parts, out, num_values, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * num_values.to(tl.int64) + at, mask=at < num_values, other=0.0)
+    tl.store(out + at, total, mask=at < num_values)

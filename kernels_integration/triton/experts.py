@@ -128,13 +128,22 @@ def _group_pairs(
 
 
 def run_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, tiles: ExpertTiles, weights: Tensor, out: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    tiles: ExpertTiles,
+    weights: Tensor,
+    out: Tensor,
+    *,
+    weight_first: bool = False,
 ) -> None:
     """out[t] += sum_k weights[t, k] E_k(x[t]), E(x) = down(silu(gate x) * up x), over the experts held.
 
     x [T, hidden]; gate_up [E, 2 I, hidden], gate first; down [E, hidden, I]; weights [T, K] float32; out
     [T, hidden], added to and rounded once. x, gate_up and down of one type: bfloat16, float16 or float32;
-    products in it, sums in float32; what lies between the two products is rounded to it.
+    products in it, sums in float32; what lies between the two products is rounded to it. weight_first: the
+    weights are the long side of a tile on the tensor cores, as in `products`: bits do not depend on
+    `ExpertTiles.rows`.
     """
     T, hidden = x.shape
     if T == 0:
@@ -149,6 +158,7 @@ def run_experts(
         "BLOCK_K": block_k,
         "M": M,
         "PRECISION": dot_precision(x.dtype),
+        "WEIGHT_FIRST": weight_first,
         "num_warps": 4,
         "num_stages": 1 if x.dtype == torch.float32 else 4,
     }
@@ -174,6 +184,21 @@ def run_experts(
 
 
 @triton.jit
+def _zeros(M: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
+    return tl.zeros([BLOCK_N, M] if WEIGHT_FIRST else [M, BLOCK_N], tl.float32)
+
+
+@triton.jit
+def _multiply(rows, tile, acc, PRECISION: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
+    """acc + rows tile^T, or its transpose."""
+    if WEIGHT_FIRST:
+        acc = tl.dot(tile, tl.trans(rows), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(rows, tl.trans(tile), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _gate_up(
     x,
     weight,
@@ -188,6 +213,7 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
 ):
     expert = tl.load(tile_experts + tl.program_id(1))
     if expert < 0:
@@ -199,17 +225,19 @@ def _gate_up(
     x_at = x + (tl.maximum(pair, 0) // K).to(tl.int64)[:, None] * stride_x + k[None, :]
     gate_at = weight + (expert.to(tl.int64) * 2 * width + column)[:, None] * hidden + k[None, :]
     up_at = gate_at + width.to(tl.int64) * hidden
-    gate = tl.zeros([M, BLOCK_N], tl.float32)
-    up = tl.zeros([M, BLOCK_N], tl.float32)
+    gate = _zeros(M, BLOCK_N, WEIGHT_FIRST)
+    up = _zeros(M, BLOCK_N, WEIGHT_FIRST)
     for start in range(0, hidden, BLOCK_K):
         in_k = (start + k < hidden)[None, :]
         rows = tl.load(x_at + start, mask=is_pair[:, None] & in_k, other=0.0)
         mask = (column < width)[:, None] & in_k
         gate_tile = tl.load(gate_at + start, mask=mask, other=0.0)
         up_tile = tl.load(up_at + start, mask=mask, other=0.0)
-        gate = tl.dot(rows, tl.trans(gate_tile), gate, input_precision=PRECISION)
-        up = tl.dot(rows, tl.trans(up_tile), up, input_precision=PRECISION)
+        gate = _multiply(rows, gate_tile, gate, PRECISION, WEIGHT_FIRST)
+        up = _multiply(rows, up_tile, up, PRECISION, WEIGHT_FIRST)
     value = gate / (1.0 + tl.exp(-gate)) * up
+    if WEIGHT_FIRST:
+        value = tl.trans(value)
     inner_at = inner + tl.maximum(pair, 0).to(tl.int64)[:, None] * width + column[None, :]
     mask = is_pair[:, None] & (column < width)[None, :]
     tl.store(inner_at, value.to(inner.dtype.element_ty), mask=mask)
@@ -229,6 +257,7 @@ def _down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
 ):
     expert = tl.load(tile_experts + tl.program_id(1))
     if expert < 0:
@@ -240,12 +269,14 @@ def _down(
     k = tl.arange(0, BLOCK_K)
     inner_at = inner + wide_pair[:, None] * width + k[None, :]
     weight_at = weight + (expert.to(tl.int64) * hidden + column)[:, None] * width + k[None, :]
-    acc = tl.zeros([M, BLOCK_N], tl.float32)
+    acc = _zeros(M, BLOCK_N, WEIGHT_FIRST)
     for start in range(0, width, BLOCK_K):
         in_k = (start + k < width)[None, :]
         rows = tl.load(inner_at + start, mask=is_pair[:, None] & in_k, other=0.0)
         tile = tl.load(weight_at + start, mask=(column < hidden)[:, None] & in_k, other=0.0)
-        acc = tl.dot(rows, tl.trans(tile), acc, input_precision=PRECISION)
+        acc = _multiply(rows, tile, acc, PRECISION, WEIGHT_FIRST)
+    if WEIGHT_FIRST:
+        acc = tl.trans(acc)
     acc *= tl.load(pair_weights + wide_pair, mask=is_pair, other=0.0)[:, None]
     outer_at = outer + wide_pair[:, None] * hidden + column[None, :]
     tl.store(outer_at, acc, mask=is_pair[:, None] & (column < hidden)[None, :])

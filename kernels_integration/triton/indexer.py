@@ -1,4 +1,4 @@
-"""The lightning indexer on a GPU: scores of every visible token; and the slots of all, for dense attention.
+"""The lightning indexer on a GPU: scores of every visible token.
 
 T rows, B requests, P pages of a request, L scores of a row, H indexer heads, D indexer dims. Tokens count
 from the request's first local one; a row's scores count from the first token that it sees.
@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels_integration.kv_formats import StoredVectors
-from kernels_integration.triton.local_rows import LocalRows, num_seen, slot_of
+from kernels_integration.triton.local_rows import LocalRows, slot_of
 from kernels_integration.triton.tiles import dot_precision, dot_size, fp8_format
 
-_LISTED_AT_ONCE = 1024
 _ROWS_AT_ONCE = 4
 """Rows of one request that share what a program reads."""
 _PROGRAMS = 528
@@ -50,12 +49,14 @@ def score_tokens(
     scores: Tensor,
     *,
     tiles: ScoreTiles | None = None,
+    is_fixed: bool = False,
 ) -> None:
     """scores[t, s] = sum_h weights[t, h] relu(q_index[t, h] . key D**-0.5) of the s-th token that row t sees.
 
     q_index [T, H, D] bfloat16, float16 or float32, contiguous; weights [T, H] float32; scores [T, L >=
     max_visible] float32, written for visible tokens only. Keys plain, or fp8 of at most 128 dims. Products in
-    q's dtype (of fp8 keys and bfloat16 in float16, which holds both), sums in float32.
+    q's dtype (of fp8 keys and bfloat16 in float16, which holds both), sums in float32. is_fixed: a row's bits
+    do not depend on how many rows share their keys: each has products of its own, all of one shape.
     """
     T, H, D = q_index.shape
     if T == 0 or rows.max_visible == 0:
@@ -65,7 +66,7 @@ def score_tokens(
     shared = min(_ROWS_AT_ONCE, int(triton.next_power_of_2(rows.rows_per_request)))
     groups = T // rows.rows_per_request * triton.cdiv(rows.rows_per_request, shared)
     width = min(rows.max_visible, scores.shape[1])
-    tiles = tiles or ScoreTiles.choose(shared, q_index.dtype, is_fp8=fp8 is not None)
+    tiles = tiles or ScoreTiles.choose(1 if is_fixed else shared, q_index.dtype, is_fp8=fp8 is not None)
     tokens = min(
         2048, max(tiles.tokens, int(triton.next_power_of_2(triton.cdiv(width * groups, _PROGRAMS) + 1)) // 2)
     )
@@ -100,10 +101,59 @@ def score_tokens(
         BLOCK_N=tiles.tokens,
         ROWS_PER_REQUEST=rows.rows_per_request,
         ROWS=shared,
+        IS_FIXED=is_fixed,
         PRECISION=dot_precision(q_index.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+
+
+@triton.jit
+def _queries(
+    q_index,
+    weights,
+    num_heads,
+    stride_weight,
+    scale,
+    end_row,
+    first_row,
+    LINES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    dtype: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """(queries [LINES, D] of rows from first_row on, their weights, what the products count for)."""
+    line, dim = tl.arange(0, LINES), tl.arange(0, BLOCK_D)
+    head, row = line % BLOCK_H, first_row + line // BLOCK_H
+    is_head = (head < num_heads) & (row < end_row)
+    q_at = q_index + (row * num_heads + head)[:, None] * D + dim[None, :]
+    query = tl.load(q_at, mask=is_head[:, None] & (dim < D)[None, :], other=0.0)
+    weight = tl.load(weights + row * stride_weight + head, mask=is_head, other=0.0)
+    if HALVES:
+        # A power of two keeps queries within float16, exactly but for those 2^-29 of the largest.
+        largest = tl.max(tl.max(tl.abs(query.to(tl.float32)), 1), 0)
+        shrink = tl.exp2(tl.floor(14.0 - tl.log2(tl.where(largest > 0, largest, 1.0))))
+        query = (query.to(tl.float32) * shrink).to(dtype)
+        scale /= shrink
+    return query, weight, scale
+
+
+@triton.jit
+def _count(row, end_row, visible_to, first, num_tokens, num_columns):
+    """Scores of a row; 0 of one that is another request's."""
+    seen_to = tl.load(visible_to + row, mask=row < end_row, other=0)
+    seen_to = tl.minimum(seen_to, num_tokens).to(tl.int32)
+    return tl.minimum(tl.maximum(seen_to - first, 0), num_columns)
+
+
+@triton.jit
+def _score(key, query, weight, scale, PRECISION: tl.constexpr):
+    """[N] of one row."""
+    products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+    # A NaN stays one: relu keeps what is not below 0.
+    return tl.sum(tl.where(products < 0, 0.0, products) * weight[None, :], 1) * scale
 
 
 @triton.jit
@@ -136,6 +186,7 @@ def _score_tokens(
     BLOCK_N: tl.constexpr,
     ROWS_PER_REQUEST: tl.constexpr,
     ROWS: tl.constexpr,
+    IS_FIXED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Some tokens of up to ROWS rows of a request, which share the keys in one product."""
@@ -151,22 +202,77 @@ def _score_tokens(
     start = tl.program_id(1) * tokens_of_program
     if start >= count:
         return
-    # Queries of all rows below each other, with the weights of their heads; zero for those that are none.
-    line, dim = tl.arange(0, ROWS * BLOCK_H), tl.arange(0, BLOCK_D)
-    head, head_row = line % BLOCK_H, first_row + line // BLOCK_H
-    is_head = (head < num_heads) & (head_row < owner + ROWS_PER_REQUEST)
-    q_at = q_index + (head_row * num_heads + head)[:, None] * D + dim[None, :]
-    query = tl.load(q_at, mask=is_head[:, None] & (dim < D)[None, :], other=0.0)
-    weight = tl.load(weights + head_row * stride_weight + head, mask=is_head, other=0.0)
     dtype: tl.constexpr = tl.float16 if HALVES else q_index.dtype.element_ty
-    if HALVES:
-        # A power of two keeps queries within float16, exactly but for those 2^-29 of the largest.
-        largest = tl.max(tl.max(tl.abs(query.to(tl.float32)), 1), 0)
-        shrink = tl.exp2(tl.floor(14.0 - tl.log2(tl.where(largest > 0, largest, 1.0))))
-        query = (query.to(tl.float32) * shrink).to(dtype)
-        dim_scale /= shrink
+    # Queries of all rows below each other, with the weights of their heads; or each row's for itself.
+    LINES: tl.constexpr = BLOCK_H if IS_FIXED else ROWS * BLOCK_H
+    end_row = owner + ROWS_PER_REQUEST
+    query, weight, scale_0 = _queries(
+        q_index,
+        weights,
+        num_heads,
+        stride_weight,
+        dim_scale,
+        end_row,
+        first_row,
+        LINES,
+        D,
+        BLOCK_D,
+        BLOCK_H,
+        dtype,
+        HALVES,
+    )
+    query_1, weight_1, scale_1 = query, weight, scale_0
+    query_2, weight_2, scale_2 = query, weight, scale_0
+    query_3, weight_3, scale_3 = query, weight, scale_0
+    if IS_FIXED and ROWS > 1:
+        query_1, weight_1, scale_1 = _queries(
+            q_index,
+            weights,
+            num_heads,
+            stride_weight,
+            dim_scale,
+            end_row,
+            first_row + 1,
+            LINES,
+            D,
+            BLOCK_D,
+            BLOCK_H,
+            dtype,
+            HALVES,
+        )
+    if IS_FIXED and ROWS > 2:
+        query_2, weight_2, scale_2 = _queries(
+            q_index,
+            weights,
+            num_heads,
+            stride_weight,
+            dim_scale,
+            end_row,
+            first_row + 2,
+            LINES,
+            D,
+            BLOCK_D,
+            BLOCK_H,
+            dtype,
+            HALVES,
+        )
+        query_3, weight_3, scale_3 = _queries(
+            q_index,
+            weights,
+            num_heads,
+            stride_weight,
+            dim_scale,
+            end_row,
+            first_row + 3,
+            LINES,
+            D,
+            BLOCK_D,
+            BLOCK_H,
+            dtype,
+            HALVES,
+        )
     request_at = tl.load(request + first_row).to(tl.int64) * stride_page
-    offset = tl.arange(0, BLOCK_N)
+    offset, dim = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     end = tl.minimum(start + tokens_of_program, count)
     # Slots are read one block ahead of their keys, so that the keys' loads can be pipelined.
     slot = slot_of(page_table, request_at, first + start + offset, start + offset < end, PAGE_SIZE)
@@ -180,59 +286,42 @@ def _score_tokens(
         if IS_FP8:
             key = tl.load(key_at, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(dtype)
             scale = tl.load(key_scales + slot * (stride_key // 4) + SCALE_AT, mask=is_token, other=0.0)
-            scale *= dim_scale
         else:
             key = tl.load(key_at, mask=mask, other=0.0).to(dtype)
-            scale = tl.zeros([BLOCK_N], tl.float32) + dim_scale
-        products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-        # A NaN stays one: relu keeps what is not below 0.
-        weighted = tl.where(products < 0, 0.0, products) * weight[None, :]
-        score = tl.sum(tl.reshape(weighted, (BLOCK_N, ROWS, BLOCK_H)), 2) * scale[:, None]
-        score_at = scores + row[None, :] * stride_score + column[:, None]
-        tl.store(score_at, score, mask=(column[:, None] < counts[None, :]) & is_row[None, :])
+            scale = tl.full([BLOCK_N], 1.0, tl.float32)
+        if IS_FIXED:
+            out = scores + column
+            score = _score(key, query, weight, scale * scale_0, PRECISION)
+            tl.store(
+                out + (first_row) * stride_score,
+                score,
+                mask=column < _count(first_row, end_row, visible_to, first, num_tokens, num_columns),
+            )
+            if ROWS > 1:
+                score = _score(key, query_1, weight_1, scale * scale_1, PRECISION)
+                tl.store(
+                    out + (first_row + 1) * stride_score,
+                    score,
+                    mask=column < _count(first_row + 1, end_row, visible_to, first, num_tokens, num_columns),
+                )
+            if ROWS > 2:
+                score = _score(key, query_2, weight_2, scale * scale_2, PRECISION)
+                tl.store(
+                    out + (first_row + 2) * stride_score,
+                    score,
+                    mask=column < _count(first_row + 2, end_row, visible_to, first, num_tokens, num_columns),
+                )
+                score = _score(key, query_3, weight_3, scale * scale_3, PRECISION)
+                tl.store(
+                    out + (first_row + 3) * stride_score,
+                    score,
+                    mask=column < _count(first_row + 3, end_row, visible_to, first, num_tokens, num_columns),
+                )
+        else:
+            products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+            # A NaN stays one: relu keeps what is not below 0.
+            weighted = tl.where(products < 0, 0.0, products) * weight[None, :]
+            score = tl.sum(tl.reshape(weighted, (BLOCK_N, ROWS, BLOCK_H)), 2) * (scale * scale_0)[:, None]
+            score_at = scores + row[None, :] * stride_score + column[:, None]
+            tl.store(score_at, score, mask=(column[:, None] < counts[None, :]) & is_row[None, :])
         slot = next_slot
-
-
-def list_visible(rows: LocalRows, kv_indptr: Tensor, kv_indices: Tensor) -> None:
-    """Slots of every token that a row sees, for dense attention; arguments as for `topk.select_best`."""
-    if rows.num_rows == 0 or rows.max_visible == 0:
-        return
-    _list_visible[(rows.num_rows, triton.cdiv(rows.max_visible, _LISTED_AT_ONCE))](
-        rows.page_table,
-        rows.visible_from,
-        rows.visible_to,
-        rows.request,
-        kv_indptr,
-        kv_indices,
-        rows.page_table.shape[1] * rows.page_size,
-        kv_indices.shape[0],
-        rows.page_table.stride(0),
-        PAGE_SIZE=rows.page_size,
-        BLOCK=_LISTED_AT_ONCE,
-        num_warps=4,
-    )
-
-
-@triton.jit
-def _list_visible(
-    page_table,
-    visible_from,
-    visible_to,
-    request,
-    kv_indptr,
-    kv_indices,
-    num_tokens,
-    num_indices,
-    stride_page,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    first, count = num_seen(visible_from, visible_to, row, num_tokens, num_indices)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_token = column < count
-    request_at = tl.load(request + row).to(tl.int64) * stride_page
-    slot = slot_of(page_table, request_at, first + column, is_token, PAGE_SIZE)
-    place = tl.load(kv_indptr + row) + column
-    room = tl.minimum(tl.load(kv_indptr + row + 1), num_indices)
-    tl.store(kv_indices + place, slot.to(kv_indices.dtype.element_ty), mask=is_token & (place < room))

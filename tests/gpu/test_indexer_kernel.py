@@ -12,7 +12,7 @@ from kernels_integration.kv_formats import StoredVectors, key_format
 from kernels_integration.kv_layout import KVLayout
 from kernels_integration.reference.selection import select_topk
 from kernels_integration.rows import RowBatch, RowGroup
-from kernels_integration.triton import indexer
+from kernels_integration.triton import indexer, listing
 from kernels_integration.triton.local_rows import LocalRows
 from kernels_integration.triton.topk import select_best
 from tests.support.guarded import Guarded
@@ -216,7 +216,7 @@ def test_dense_rows_list_every_visible_slot(device):
     counts = (case.visible_to_cpu - case.visible_from_cpu).clamp_min(0)
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     kv_indices = Guarded((int(indptr[-1]),), torch.int32, device)
-    indexer.list_visible(case.rows, indptr.to(device), kv_indices.tensor)
+    listing.list_visible(case.rows, indptr.to(device), kv_indices.tensor)
     kv_indices.check()
     for row, (start, to) in enumerate(EDGES):
         written = kv_indices.tensor[indptr[row] : indptr[row + 1]].cpu()

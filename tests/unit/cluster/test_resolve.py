@@ -283,6 +283,8 @@ def test_the_device(monkeypatch: pytest.MonkeyPatch, has_gpu: bool):
     monkeypatch.setattr("cluster.config.gpu_memory.memory_bytes", lambda: (64 << 30, 60 << 30))
     config = resolved()
     assert (config.device, config.attention_backend) == ("cuda" if has_gpu else "cpu", "auto")
+    assert config.scheduling == ("deferred" if has_gpu else "sync")
+    assert resolved(scheduling="sync").scheduling == "sync"
     assert resolved(device="cpu").device == "cpu"
     assert resolved(tensor_parallel_size=2).device == "cpu"
     if has_gpu:

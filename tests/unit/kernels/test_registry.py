@@ -26,6 +26,7 @@ CPU = Needs(
     needs_lse=False,
 )
 CUDA = dataclasses.replace(CPU, device="cuda")
+DETERMINISTIC = dataclasses.replace(CPU, deterministic=True)
 
 
 def install(monkeypatch, name, refusal):
@@ -48,6 +49,12 @@ def test_auto_takes_native_on_a_cpu_and_torch_where_it_cannot(monkeypatch):
     backend = create("torch", dataclasses.replace(CPU, dtype="float64"))
     assert isinstance(backend, TorchBackend)
     assert backend.device == torch.device("cpu")
+
+
+def test_deterministic_is_refused_where_sums_depend_on_the_batch():
+    assert choose("auto", DETERMINISTIC).name == "native"
+    with pytest.raises(ConfigError, match="torch cannot be used: its sums depend on the batch"):
+        choose("torch", DETERMINISTIC)
 
 
 @pytest.mark.parametrize("name", ["triton", "aiter"])
