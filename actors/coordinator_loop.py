@@ -175,7 +175,7 @@ class CoordinatorLoop:
         if self._shards.socket in ready or self._shards.lifelines.fileno() in ready:
             self._take_reports()
         if self._clients.socket in ready:
-            self._desk.receive(self._group_beat(), self._refusal)
+            self._desk.receive(self._group_beat, self._refusal)
         self._settle()
         self._schedule()
         with self._spans("updates"):
@@ -258,6 +258,7 @@ class CoordinatorLoop:
             num_dropped_messages=self._shards.num_malformed + self._clients.num_ignored,
             epoch=self._state.epoch,
             num_restarts=self._num_restarts,
+            num_front_ends=self._clients.num_clients,
         )
         return GroupBeat(healthy=self._is_healthy, message=self._message, stats=stats, phase=str(self._phase))
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Protocol
 
 from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
@@ -36,8 +37,8 @@ class RequestDesk:
         """Front end of each live sequence."""
         self._has_failed = False
 
-    def receive(self, beat: GroupBeat, refusal: LatentrayError | None) -> None:
-        """Take what front ends have sent. beat: for those that say hello. refusal: why nothing is taken."""
+    def receive(self, beat: Callable[[], GroupBeat], refusal: LatentrayError | None) -> None:
+        """Take what front ends have sent. beat: for those that say hello. refusal: why none is taken."""
         for client, message in self._clients.receive():
             if isinstance(message, Submit):
                 self._submit(client, message, refusal)
@@ -46,7 +47,7 @@ class RequestDesk:
             elif isinstance(message, Goodbye):
                 self._take_all_of(client)
             else:
-                self._clients.beat(beat, client)
+                self._clients.beat(beat(), client)
 
     def send_updates(self) -> None:
         """Pass on what the coordinator has decided since the last call."""

@@ -66,6 +66,8 @@ class Request(OfSequence, frozen=True, kw_only=True):
     """Requests share cached prefixes only with requests of the same salt."""
     priority: Annotated[int, Meta(le=2**63 - 1)] = 0
     """Lower is served first, under the priority policy only."""
+    tenant: str = ""
+    """Whose it is, where a server divides its queues between tenants."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """params.bad_words as token sequences, whose last token never follows the others in the completion."""
     progress: Progress | None = None

@@ -1,6 +1,12 @@
 """How a group is doing: a snapshot that travels with heartbeats. Totals count from its start."""
 
+from collections import defaultdict
+from collections.abc import Iterable
+
 import msgspec
+
+MAX_QUEUE_PARTS = 256
+"""Tenants and priorities are the clients' words: of more of them a heartbeat tells together."""
 
 
 class PhaseTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,9 +21,21 @@ class PhaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     """From there to the end."""
 
 
+class QueuePart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Requests that wait, of one tenant and priority."""
+
+    tenant: str = ""
+    priority: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
+    """What they have so far, to be computed before their next token."""
+
+
 class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and gauges of one coordinator."""
 
+    num_slots: int = 0
+    """Requests that can run at once."""
     running: int = 0
     """Requests with a state slot."""
     waiting: int = 0
@@ -60,6 +78,10 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     """Which set of shards works: 0 for the first, one more after each loss of a shard or coordinator."""
     num_restarts: int = 0
     """How often shards were lost and started again."""
+    queue: tuple[QueuePart, ...] = ()
+    """What waits, in a bounded number of parts: see `queue_parts`."""
+    num_front_ends: int = 1
+    """Gateways and other programs that are connected to the coordinator."""
 
     @property
     def tokens_per_verify(self) -> float:
@@ -74,3 +96,29 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     def acceptance(self) -> tuple[float, ...]:
         """By draft position: accepted / proposed (0 where none was proposed)."""
         return tuple(a / p if p else 0.0 for a, p in zip(self.accepted, self.proposed, strict=True))
+
+
+def queue_parts(waiting: Iterable[tuple[str, int, int]]) -> tuple[QueuePart, ...]:
+    """Parts of what waits, the largest first. waiting: tenant, priority and tokens of each request.
+
+    What is beyond MAX_QUEUE_PARTS is one part of no tenant, and of the first of their priorities.
+    """
+    counts: defaultdict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
+    for tenant, priority, num_tokens in waiting:
+        count = counts[tenant, priority]
+        count[0] += 1
+        count[1] += num_tokens
+    parts = [
+        QueuePart(tenant=tenant, priority=priority, num_requests=num, num_tokens=num_tokens)
+        for (tenant, priority), (num, num_tokens) in counts.items()
+    ]
+    parts.sort(key=lambda part: -part.num_requests)
+    rest = parts[MAX_QUEUE_PARTS - 1 :] if len(parts) > MAX_QUEUE_PARTS else []
+    if not rest:
+        return tuple(parts)
+    together = QueuePart(
+        priority=min(part.priority for part in rest),
+        num_requests=sum(part.num_requests for part in rest),
+        num_tokens=sum(part.num_tokens for part in rest),
+    )
+    return (*parts[: MAX_QUEUE_PARTS - 1], together)

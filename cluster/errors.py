@@ -7,10 +7,11 @@ import logging
 import uuid
 from dataclasses import dataclass
 
-from kernels_integration.errors import InvalidRequestError, LatentrayError
+from kernels_integration.errors import InvalidRequestError, LatentrayError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
+RETRY_AFTER_S = 1.0
 EXIT_OK = 0
 EXIT_USAGE = 2
 EXIT_PARTLY_FAILED = 3
@@ -64,6 +65,11 @@ def outcome(error: LatentrayError | str) -> Outcome:
     """The row of an error or of a code. A code that nobody registered is an internal fault."""
     code = error if isinstance(error, str) else error.code
     return OUTCOMES.get(code, OUTCOMES["internal"])
+
+
+def retry_after_s(error: LatentrayError) -> float:
+    """Told to clients that may retry; if nothing better is known, enough for a step and a heartbeat."""
+    return error.retry_after_s if isinstance(error, OverloadedError) else RETRY_AFTER_S
 
 
 def for_client(error: Exception, call: str) -> LatentrayError:

@@ -104,9 +104,13 @@ class DuplicateRequestError(LatentrayError):
 
 
 class OverloadedError(LatentrayError):
-    """The queue or the token budget is full; try again later."""
+    """The queue or the token budget is full; try again later, after `retry_after_s`."""
 
     code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class UnavailableError(LatentrayError):

@@ -25,7 +25,7 @@ from actors.coordinator.suspects import Suspects
 from actors.coordinator.timings import Timings
 from actors.messages import PENDING_CAPACITY, RowKind, StepInput, StepOutput
 from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
-from actors.stats import GroupStats
+from actors.stats import GroupStats, queue_parts
 from kernels_integration.errors import (
     DuplicateRequestError,
     InvalidRequestError,
@@ -268,6 +268,7 @@ class Coordinator:
 
     def stats(self) -> GroupStats:
         return GroupStats(
+            num_slots=self._config.max_num_seqs,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting) + len(self._held_back),
             num_used_blocks=self._blocks.num_used,
@@ -289,6 +290,10 @@ class Coordinator:
             schedule_s=self._timings.schedule_s,
             step_s=self._timings.step_s,
             process_s=self._timings.process_s,
+            queue=queue_parts(
+                (state.request.tenant, state.request.priority, len(state.tokens))
+                for state in (*self._scheduler.waiting, *self._held_back)
+            ),
         )
 
     def _take_admissions(self, admitted: list[RequestState]) -> None:

@@ -125,6 +125,11 @@ class CoordinatorEnd:
         self.socket.bind(bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    @property
+    def num_clients(self) -> int:
+        """Front ends that are connected."""
+        return len(self._silence.peers())
+
     def receive(self) -> list[tuple[ClientId, ToCoordinator]]:
         """What has arrived since the last call, in order; never waits. Of Hellos only a client's first."""
         arrived: list[tuple[ClientId, ToCoordinator]] = []

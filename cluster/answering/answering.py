@@ -7,17 +7,26 @@ its sequences end too.
 
 import asyncio
 import math
+import sys
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
+from msgspec.structs import replace
+
 from actors.requests import Request, RequestUpdate, SequenceKey
+from cluster.answering.admission import NO_LIMITS, Asked, Limits, refusal
 from cluster.answering.choices import choices
 from cluster.answering.group import Group, Groups
 from cluster.answering.live_requests import LiveRequest, LiveRequests
 from cluster.answering.movable_sequence import MovableSequence
-from kernels_integration.errors import AbortedError, DeadlineExceededError, UnavailableError
+from kernels_integration.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    OverloadedError,
+    UnavailableError,
+)
 
 PATIENCE_S = 10.0
 MAX_MOVES = 16
@@ -29,7 +38,8 @@ MAX_MOVES_IN_VAIN = 3
 class Answering:
     """Answers the requests of one front end by its groups. Used in one event loop.
 
-    max_sequences_per_client: of the requests that one client has running; None: any number. patience_s: how
+    max_sequences_per_client: of the requests that one client has running; None: any number. limits: of what
+    waits in all groups, whichever front end has sent it. patience_s: how
     long a request waits for groups that recover, when there are no others; one that has begun waits as long
     as they do.
     """
@@ -40,8 +50,10 @@ class Answering:
         *,
         max_sequences_per_client: int | None = None,
         patience_s: float = PATIENCE_S,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         self.groups = Groups(groups)
+        self._limits = limits
         self._patience_s = patience_s
         self.live = LiveRequests(max_sequences_per_client=max_sequences_per_client)
         self.is_draining = False
@@ -60,12 +72,12 @@ class Answering:
 
     @asynccontextmanager
     async def admit(
-        self, request_id: str, *, client: str = "", time_left_s: float | None = None
+        self, request_id: str, *, client: str = "", tenant: str = "", time_left_s: float | None = None
     ) -> AsyncIterator[LiveRequest]:
         """Hold an id while a call of the current task is answered.
 
         What ends the request from outside also ends what the task waits for inside: tokenising, the group,
-        the client's reading.
+        the client's reading. tenant: whose part of the queues it takes.
         Errors: UnavailableError while draining; DuplicateRequestError; DeadlineExceededError when no time is
         left, or later; AbortedError after `abort`.
         """
@@ -73,9 +85,10 @@ class Answering:
             raise UnavailableError("the server is draining and takes no new requests; ask another one")
         if time_left_s is not None and time_left_s <= 0:
             raise DeadlineExceededError("the deadline had passed when the request arrived; allow more time")
-        live = self.live.enter(request_id, client)
+        live = self.live.enter(request_id, client, tenant)
         timer = None
         if time_left_s is not None:
+            live.ends_at_s = asyncio.get_running_loop().time() + time_left_s
             error = DeadlineExceededError(f"the deadline of {time_left_s:.3g} s has passed")
             timer = asyncio.get_running_loop().call_later(time_left_s, self.live.end_one, live, error)
         try:
@@ -110,9 +123,10 @@ class Answering:
         sequences = [
             MovableSequence(choice, position)
             for position, request in enumerate(requests)
-            for choice in choices(request)
+            for choice in choices(replace(request, tenant=live.tenant) if live.tenant else request)
         ]
         self.live.require_room(live, len(sequences))
+        self._require_admission(live, [sequence.request for sequence in sequences])
         running: dict[SequenceKey, MovableSequence] = {}
         arrived: asyncio.Queue[tuple[MovableSequence, RequestUpdate | Exception]] = asyncio.Queue()
 
@@ -129,7 +143,7 @@ class Answering:
         def submit(sequence: MovableSequence, group: Group) -> None:
             running[sequence.key] = sequence
             sequence.group = live.group = group
-            self.groups.took(group, 1)
+            self.groups.took(group, sequence.request)
             group.submit(sequence.request, partial(deliver, sequence.key))
 
         num_left = [len(sequences)]
@@ -158,7 +172,20 @@ class Answering:
 
     def _left(self, sequence: MovableSequence) -> None:
         assert sequence.group is not None, "it runs"
-        self.groups.took(sequence.group, -1)
+        self.groups.left(sequence.group, sequence.key)
+
+    def _require_admission(self, live: LiveRequest, sequences: Sequence[Request]) -> None:
+        """Errors: OverloadedError where the queues have no room, or its deadline would pass in them."""
+        asked = Asked(
+            num_requests=len(sequences),
+            num_tokens=sum(len(sequence.prompt_token_ids) for sequence in sequences),
+            max_tokens=max(sequence.params.max_tokens or sys.maxsize for sequence in sequences),
+            tenant=sequences[0].tenant,
+            priority=sequences[0].priority,
+            time_left_s=live.time_left_s,
+        )
+        if (refused := refusal(asked, self.groups.queues(), self._limits)) is not None:
+            raise OverloadedError(refused.reason, retry_after_s=refused.retry_after_s)
 
     async def _next_group(self, sequence: MovableSequence, error: UnavailableError) -> Group:
         """Where a sequence goes on whose group was lost, or recovers. Errors: `error`, when there is none."""

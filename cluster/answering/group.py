@@ -8,6 +8,8 @@ from typing import Protocol
 
 from actors.requests import Request, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
+from cluster.answering.admission import QueueSnapshot
+from cluster.answering.group_queue import GroupQueue
 from cluster.answering.routing import GroupSnapshot, SeenPrompts, beginnings_of, best_group
 from kernels_integration.errors import UnavailableError
 
@@ -64,6 +66,7 @@ class Groups:
         self._members = tuple(members)
         self._num_sequences: Counter[Group] = Counter()
         self._seen = {group: SeenPrompts() for group in self._members}
+        self._queues = {group: GroupQueue() for group in self._members}
         self._epochs: Counter[Group] = Counter()
         """Whose shards have seen the prompts."""
 
@@ -129,6 +132,20 @@ class Groups:
                     raise
             await asyncio.sleep(_LOOK_S)
 
-    def took(self, group: Group, num_sequences: int) -> None:
-        """The group has so many sequences more, or fewer."""
-        self._num_sequences[group] += num_sequences
+    def took(self, group: Group, request: Request) -> None:
+        """The group has this sequence more."""
+        self._num_sequences[group] += 1
+        self._queues[group].sent(request)
+
+    def left(self, group: Group, key: SequenceKey) -> None:
+        """The group has this sequence no more."""
+        self._num_sequences[group] -= 1
+        self._queues[group].left(key)
+
+    def queues(self) -> list[QueueSnapshot]:
+        """Of the groups that can answer."""
+        return [
+            self._queues[group].snapshot(group.stats)
+            for group in self._members
+            if group.healthy and group.stats is not None
+        ]

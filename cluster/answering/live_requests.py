@@ -16,6 +16,7 @@ class LiveRequest:
     request_id: str
     client: str = ""
     """Who asked; "" counts against no limit."""
+    tenant: str = ""
     group: Group | None = None
     """Once its sequences run."""
     num_sequences: int = 0
@@ -23,8 +24,15 @@ class LiveRequest:
     """Known once the prompt is tokenised."""
     answered: bool = False
     """Its first tokens have come from the group."""
+    ends_at_s: float | None = None
+    """Its deadline, by the event loop's clock."""
     task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
     ended_by: LatentrayError | None = None
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Until its deadline; None: it has none."""
+        return None if self.ends_at_s is None else self.ends_at_s - asyncio.get_running_loop().time()
 
 
 class LiveRequests:
@@ -43,11 +51,11 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def enter(self, request_id: str, client: str = "") -> LiveRequest:
+    def enter(self, request_id: str, client: str = "", tenant: str = "") -> LiveRequest:
         """The request of the current task. Errors: DuplicateRequestError; an id that has ended is free."""
         if request_id in self._by_id:
             raise DuplicateRequestError.of(request_id)
-        live = self._by_id[request_id] = LiveRequest(request_id, client)
+        live = self._by_id[request_id] = LiveRequest(request_id, client, tenant)
         self._empty.clear()
         return live
 

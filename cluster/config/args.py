@@ -445,6 +445,26 @@ class ServeArgs(EngineArgs):
         Setting("Bytes of one gRPC message, at most, in both directions.", group="Server"),
     ] = 16 * 2**20
 
+    max_queued_requests: Annotated[
+        CountOrZero,
+        Setting(
+            "Requests that may wait in the queues of all groups, whichever gateway they came by (one with n "
+            "completions counts n times); more are refused until some have begun. 0: no bound.",
+            group="Admission",
+        ),
+    ] = 4096
+    max_queued_tokens: Annotated[
+        CountOrZero,
+        Setting("Prompt tokens that may wait there; 0: no bound.", group="Admission"),
+    ] = 0
+    max_tenant_share: Annotated[
+        Share,
+        Setting(
+            "Of both, what the requests of one tenant (X-Tenant) may take, so that others find room.",
+            group="Admission",
+        ),
+    ] = 1.0
+
     def ports_by_flag(self) -> dict[str, int | None]:
         """The ports to listen on by the flags that give them; 0: a free one, None: not served."""
         return {"--port": self.port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}

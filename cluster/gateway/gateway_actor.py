@@ -10,6 +10,7 @@ from actors.actor_process import Node, this_node
 from actors.config import GroupConfig
 from actors.gcs_watch import end_with_gcs
 from actors.logs import LogSettings, start_logging
+from cluster.answering.admission import NO_LIMITS, Limits
 from cluster.answering.group_client import GroupClient
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.server import GatewayServer
@@ -30,6 +31,7 @@ class GatewayActor:
         http_port: int | None = None,
         logs: LogSettings | None = None,
         actors_by_node: Mapping[str, str] | None = None,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         self._log_folder = None if logs is None else start_logging(logs, "gateway")
         self._config = config
@@ -41,6 +43,7 @@ class GatewayActor:
         self._metrics_port = metrics_port
         self._http_port = http_port
         self._actors_by_node = actors_by_node
+        self._limits = limits
         self._server: GatewayServer | None = None
 
     async def start(self) -> str:
@@ -58,6 +61,7 @@ class GatewayActor:
             metrics_port=self._metrics_port,
             http_port=self._http_port,
             actors_by_node=self._actors_by_node,
+            limits=self._limits,
         )
         await self._server.start()
         return self._server.address

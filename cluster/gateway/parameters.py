@@ -15,6 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.sampling_params import PARAMETERS, Parameter, SamplingParams, Wire
 from actors.structured_outputs import ConstraintKind, StructuredOutputs
+from cluster.frontend.tenant import checked_tenant
 from kernels_integration.errors import MAX_SHOWN, InvalidRequestError
 
 
@@ -75,8 +76,9 @@ UNSERVED_INPUTS: tuple[Unserved, ...] = (
     ),
 )
 PRIORITY_KEY = "latentray-priority"
+TENANT_KEY = "x-tenant"
 CACHE_SALT_KEY = "latentray-cache-salt-bin"
-"""Metadata of a Generate call, which the message has no fields for: a whole number, and UTF-8 text."""
+"""Metadata of a Generate call, which the message has no fields for: a whole number, a name, UTF-8 text."""
 
 SERVED_INPUTS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream"})
 
@@ -139,6 +141,11 @@ def priority_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:
         raise InvalidRequestError(
             f"metadata {PRIORITY_KEY} is {_shown(value)}; it must be a whole number", field="priority"
         ) from None
+
+
+def tenant_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """ "" unless the call states one. Errors: InvalidRequestError."""
+    return checked_tenant(next((value for key, value in metadata if key == TENANT_KEY), ""))
 
 
 def cache_salt_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

@@ -12,6 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from actors.config import GroupConfig
 from actors.sampling_params import MAX_VOCABULARY
+from cluster.answering.admission import NO_LIMITS, Limits
 from cluster.answering.answering import Answering
 from cluster.answering.group import Group
 from cluster.frontend.front_end import ModelFrontend
@@ -53,12 +54,13 @@ class GatewayServer:
         metrics_port: int | None = None,
         http_port: int | None = None,
         actors_by_node: Mapping[str, str] | None = None,
+        limits: Limits = NO_LIMITS,
     ) -> None:
-        """actors_by_node: what `latentray status` shows of where the groups run."""
+        """actors_by_node: what `latentray status` shows of where the groups run. limits: of what waits."""
         self._host = host
         self.port = port
         """0 until start() has taken a free one."""
-        self._answering = Answering(groups, max_sequences_per_client=MAX_SEQUENCES_PER_CLIENT)
+        self._answering = Answering(groups, max_sequences_per_client=MAX_SEQUENCES_PER_CLIENT, limits=limits)
         self._health = GroupHealth(self._answering, (SERVICE_NAME,))
         self._servicer = VllmEngineServicer(
             frontend=frontend,

@@ -22,6 +22,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.config import GroupConfig
 from actors.requests import Request
+from actors.stats import GroupStats
 from cluster.answering.answering import Answering
 from cluster.answering.live_requests import LiveRequest
 from cluster.frontend.front_end import ModelFrontend
@@ -93,7 +94,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             request_id = request.request_id or f"generate-{uuid.uuid4().hex}"
             with recorded(request_id, self.metrics, context.time_remaining) as record:
                 async with self._answering.admit(
-                    request_id, client=_host_of(context.peer()), time_left_s=context.time_remaining()
+                    request_id,
+                    client=_host_of(context.peer()),
+                    tenant=parameters.tenant_of(context.invocation_metadata() or ()),
+                    time_left_s=context.time_remaining(),
                 ) as live:
                     await self._generate(live, request, record, context)
 
@@ -185,7 +189,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 )
             asked = groups if rank is None else [groups[rank]]
             await context.send_initial_metadata(
-                tuple((STATS_KEY, msgspec.json.encode(group.stats).decode()) for group in asked)
+                tuple((STATS_KEY, _stats_json(group.stats)) for group in asked)
             )
             return self.loads.response(rank)
 
@@ -207,6 +211,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         )
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _not_built
+
+
+def _stats_json(stats: GroupStats | None) -> str:
+    """Without the queue's parts: of many tenants they would not fit into metadata."""
+    return msgspec.json.encode(stats and msgspec.structs.replace(stats, queue=())).decode()
 
 
 def _host_of(peer: str) -> str:

@@ -9,13 +9,11 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from cluster.errors import for_client, outcome
+from cluster.errors import for_client, outcome, retry_after_s
 from kernels_integration.errors import InvalidRequestError, LatentrayError
 
 DOMAIN = "latentray"
 """ErrorInfo.domain; ErrorInfo.reason is the error's code in capitals."""
-RETRY_AFTER_S = 1
-"""Told to clients that may retry: long enough for a step and a heartbeat, short for a person."""
 MAX_MESSAGE_BYTES = 1024
 """A status travels in HTTP/2 headers (three copies, percent-encoded or base64; peers take 8 KiB in all)."""
 
@@ -31,7 +29,8 @@ def to_status(error: LatentrayError) -> status_pb2.Status:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
-        delay = duration_pb2.Duration(seconds=RETRY_AFTER_S)
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(1000 * retry_after_s(error)))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return status_pb2.Status(code=code.value[0], message=message, details=[_packed(d) for d in details])
 

@@ -14,6 +14,7 @@ from actors.requests import Request, RequestUpdate
 from cluster.answering.answering import Answering
 from cluster.errors import for_client
 from cluster.frontend.front_end import ModelFrontend
+from cluster.frontend.tenant import TENANT_HEADER, checked_tenant
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.http.errors import DONE, REQUEST_ID_HEADER, event
@@ -61,7 +62,10 @@ class Completions:
             with recorded(request_id, self._metrics, time_left_s) as record:
                 http[IS_RECORDED] = True
                 async with self._answering.admit(
-                    request_id, client=http.remote or "", time_left_s=time_left_s()
+                    request_id,
+                    client=http.remote or "",
+                    tenant=checked_tenant(http.headers.get(TENANT_HEADER, "")),
+                    time_left_s=time_left_s(),
                 ) as live:
                     body = parse_body(http.path, await self._bodies.json_object(http), may_stream=True)
                     check_model(body.model, self._frontend)

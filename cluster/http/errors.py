@@ -1,23 +1,22 @@
 """Errors as HTTP answers: always OpenAI's envelope, whatever went wrong and wherever."""
 
 import json
+import math
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from cluster.errors import for_client, outcome
+from cluster.errors import for_client, outcome, retry_after_s
 from cluster.openai.answers import error_body
 from kernels_integration.errors import LatentrayError
 
-RETRY_AFTER_S = 1
-"""Told with 429 and 503."""
 REQUEST_ID_HEADER = "X-Request-Id"
 
 
 def error_response(error: LatentrayError) -> web.Response:
     status = outcome(error).http_status
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    headers = {"Retry-After": str(math.ceil(retry_after_s(error)))} if status in (429, 503) else None
     return web.json_response(error_body(error), status=status, headers=headers)
 
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from actors.config import GroupConfig
+from cluster.answering.admission import Limits
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
 from cluster.launch.deaths import cause_of_death
@@ -164,6 +165,12 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
             args.http_port,
             groups[0].logs,
             by_node(actors),
+            Limits(
+                max_queued_requests=args.max_queued_requests,
+                max_queued_tokens=args.max_queued_tokens,
+                max_tenant_share=args.max_tenant_share,
+                by_priority=config.scheduling_policy == "priority",
+            ),
         )
         for number, group in enumerate(groups):
             group.follow(GatewayFollower(gateway, number))

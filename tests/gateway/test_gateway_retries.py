@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from msgspec.structs import replace
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.config import GroupConfig
@@ -218,7 +219,8 @@ async def test_requests_go_to_the_healthy_group_that_has_fewest(config: GroupCon
     chosen = []
     for num_sequences in (2, 1, 1, 3):
         group = answering.groups.choose(scripted_request("r"))
-        answering.groups.took(group, num_sequences)
+        for index in range(num_sequences):
+            answering.groups.took(group, replace(scripted_request("r"), index=index))
         chosen.append(groups.index(group))
     assert chosen == [0, 2, 2, 0]
 
