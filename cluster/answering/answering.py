@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from actors.requests import Request, RequestUpdate, SequenceKey
 from cluster.answering.admission import NO_LIMITS, Asked, Limits, refusal
 from cluster.answering.choices import choices
-from cluster.answering.group import Group, Groups
+from cluster.answering.group import Group, Groups, LetGoError
 from cluster.answering.live_requests import LiveRequest, LiveRequests
 from cluster.answering.movable_sequence import MovableSequence
 from kernels_integration.errors import (
@@ -143,6 +143,7 @@ class Answering:
         def submit(sequence: MovableSequence, group: Group) -> None:
             running[sequence.key] = sequence
             sequence.group = live.group = group
+            sequence.weights = self.groups.weights_of(group)
             self.groups.took(group, sequence.request)
             group.submit(sequence.request, partial(deliver, sequence.key))
 
@@ -188,8 +189,9 @@ class Answering:
             raise OverloadedError(refused.reason, retry_after_s=refused.retry_after_s)
 
     async def _next_group(self, sequence: MovableSequence, error: UnavailableError) -> Group:
-        """Where a sequence goes on whose group was lost, or recovers. Errors: `error`, when there is none."""
-        sequence.move()
+        """Where a sequence goes on whose group was lost, recovers or is drained. Errors: `error`, when there
+        is none."""
+        sequence.move(is_lost=not isinstance(error, LetGoError))
         if sequence.num_moves_in_vain > MAX_MOVES_IN_VAIN:
             raise UnavailableError(
                 f"the request was moved {MAX_MOVES_IN_VAIN} times without another token, and its last group "
@@ -200,7 +202,7 @@ class Answering:
                 f"the request was moved {MAX_MOVES} times, and its last group was lost too: {error}"
             ) from error
         try:
-            return await self.groups.find(sequence.request, math.inf)
+            return await self.groups.find(sequence.request, math.inf, sequence.weights_to_keep)
         except UnavailableError:
             raise error from None
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from actors.requests import Request, RequestUpdate, SequenceKey
@@ -15,6 +16,20 @@ from kernels_integration.errors import UnavailableError
 
 _LOOK_S = 0.02
 Deliver = Callable[[RequestUpdate | Exception], None]
+
+
+class LetGoError(UnavailableError):
+    """The group is drained, not lost: its sequences go on elsewhere, and nobody is to blame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """Why a group takes no requests though it could."""
+
+    reason: str
+    """In words, with what ends it."""
+    returns: bool = False
+    """It serves again soon by itself: worth waiting for, as a group that recovers is."""
 
 
 class Group(Protocol):
@@ -69,6 +84,8 @@ class Groups:
         self._queues = {group: GroupQueue() for group in self._members}
         self._epochs: Counter[Group] = Counter()
         """Whose shards have seen the prompts."""
+        self._drained: dict[Group, Drained] = {}
+        self._weights: Counter[Group] = Counter()
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self._members)
@@ -78,56 +95,94 @@ class Groups:
 
     @property
     def healthy(self) -> bool:
-        """One of them can produce a token now."""
-        return any(group.healthy for group in self._members)
+        """One of them can produce a token of a new request now."""
+        return any(map(self._is_open, self._members))
+
+    def drain(self, group: Group, drained: Drained) -> None:
+        """It takes no sequences from now on; those that it has run on."""
+        self._drained[group] = drained
+
+    def undrain(self, group: Group) -> None:
+        self._drained.pop(group, None)
+
+    def weights_of(self, group: Group) -> int:
+        """Whose number it has answers as it does: a stream goes on at such a group alone."""
+        return self._weights[group]
+
+    def set_weights(self, group: Group, weights: int) -> None:
+        self._weights[group] = weights
+
+    def num_sequences_of(self, group: Group) -> int:
+        """Of this front end."""
+        return self._num_sequences[group]
+
+    def message_of(self, group: Group) -> str:
+        """Why it takes no requests."""
+        drained = self._drained.get(group)
+        return group.message if drained is None else drained.reason
+
+    def _is_open(self, group: Group) -> bool:
+        return group.healthy and group not in self._drained
+
+    def _is_awaited(self, group: Group) -> bool:
+        drained = self._drained.get(group)
+        return group.is_recovering if drained is None else drained.returns
 
     @property
     def message(self) -> str:
         """Why those that are not healthy are not."""
         if len(self._members) == 1:
-            return self._members[0].message
+            return self.message_of(self._members[0])
         unhealthy = [
-            f"group {number}: {group.message}"
+            f"group {number}: {self.message_of(group)}"
             for number, group in enumerate(self._members)
-            if not group.healthy
+            if not self._is_open(group)
         ]
         return "; ".join(unhealthy) if unhealthy else self._members[0].message
 
-    def choose(self, request: Request) -> Group:
-        """The healthy group that is best for a request: see `routing`. Errors: UnavailableError."""
-        if len(self._members) == 1:
+    def choose(self, request: Request, weights: int | None = None) -> Group:
+        """The open group that is best for a request: see `routing`. Errors: UnavailableError.
+
+        weights: of those with this number alone; None: of all.
+        """
+        if len(self._members) == 1 and weights is None:
             [only] = self._members
-            if not only.healthy:
+            if not self._is_open(only):
                 raise UnavailableError(self.message)
             return only
         beginnings = beginnings_of(request.prompt_token_ids, request.cache_salt)
-        chosen = best_group([self._snapshot(group, beginnings) for group in self._members])
+        chosen = best_group([self._snapshot(group, beginnings, weights) for group in self._members])
         if chosen is None:
             raise UnavailableError(self.message)
         self._seen[self._members[chosen]].add(beginnings)
         return self._members[chosen]
 
-    def _snapshot(self, group: Group, beginnings: Sequence[int]) -> GroupSnapshot:
+    def _fits(self, group: Group, weights: int | None) -> bool:
+        return weights in (None, self._weights[group])
+
+    def _snapshot(self, group: Group, beginnings: Sequence[int], weights: int | None) -> GroupSnapshot:
         stats, seen = group.stats or GroupStats(), self._seen[group]
         if stats.epoch != self._epochs[group]:
             self._epochs[group] = stats.epoch
             seen.clear()
         return GroupSnapshot(
-            healthy=group.healthy,
+            healthy=self._is_open(group) and self._fits(group, weights),
             num_own=self._num_sequences[group],
             num_reported=stats.running + stats.waiting,
             kv_usage=stats.num_used_blocks / max(stats.num_kv_blocks, 1),
             overlap=seen.overlap(beginnings),
         )
 
-    async def find(self, request: Request, patience_s: float) -> Group:
+    async def find(self, request: Request, patience_s: float, weights: int | None = None) -> Group:
         """As `choose`; while none can answer and some recover, wait for so long. Errors: UnavailableError."""
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
-                return self.choose(request)
+                return self.choose(request, weights)
             except UnavailableError:
-                is_in_vain = not any(group.is_recovering for group in self._members)
+                is_in_vain = not any(
+                    self._is_awaited(group) and self._fits(group, weights) for group in self._members
+                )
                 if is_in_vain or time.monotonic() >= deadline_s:
                     raise
             await asyncio.sleep(_LOOK_S)
@@ -147,5 +202,5 @@ class Groups:
         return [
             self._queues[group].snapshot(group.stats)
             for group in self._members
-            if group.healthy and group.stats is not None
+            if self._is_open(group) and group.stats is not None
         ]

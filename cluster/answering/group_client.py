@@ -17,7 +17,7 @@ from actors.stats import GroupStats
 from actors.transport import request_channel
 from actors.transport.request_channel import Abort, Goodbye, GroupBeat, Hello, Submit, Updates
 from actors.transport.silence import SilenceWatch
-from cluster.answering.group import Deliver
+from cluster.answering.group import Deliver, LetGoError
 from cluster.errors import from_code
 from kernels_integration.errors import UnavailableError
 
@@ -84,6 +84,8 @@ class GroupClient:
     @property
     def is_recovering(self) -> bool:
         """As Group.is_recovering: it starts lost shards again, or its coordinator may have a successor."""
+        if self._is_over:
+            return False
         if self._is_lost:
             return time.monotonic() - self._lost_at_s < self._recovery_s
         return self._beat is not None and self._beat.phase == "recovering"
@@ -131,7 +133,11 @@ class GroupClient:
         self._live[request.key] = deliver
 
     def move(self, request_address: str) -> None:
-        """The coordinator has a successor there. What ran on the old one has ended, or ends now."""
+        """The coordinator has a successor there. What ran on the old one has ended, or ends now.
+
+        An operator restarts a group that was lost for good, too.
+        """
+        self._is_over = False
         if self._socket is None:  # it has yet to connect, or was closed
             self.request_address = request_address
             return
@@ -145,10 +151,13 @@ class GroupClient:
         self._send(Hello())
 
     def lose(self, reason: str) -> None:
-        """No successor will come, and what the coordinator still says, if it lives, means nothing."""
-        self._recovery_s = 0.0
+        """No successor will come by itself; what the coordinator still says, if it lives, means nothing."""
         self._is_over, self._trouble = True, reason
         self._fail(reason)
+
+    def let_go(self, reason: str) -> None:
+        """End every sequence that runs with LetGoError: its front end lets it go on elsewhere."""
+        self._end_live(LetGoError(reason))
 
     def abort(self, keys: Iterable[SequenceKey]) -> None:
         """As Group.abort."""
@@ -245,10 +254,13 @@ class GroupClient:
 
     def _fail(self, reason: str) -> None:
         """End every live sequence, here and at the coordinator, which may only have been away."""
+        self._end_live(UnavailableError(reason))
+
+    def _end_live(self, error: UnavailableError) -> None:
         live = dict(self._live)
         self.abort(live)
         for deliver in live.values():
-            deliver(UnavailableError(reason))
+            deliver(error)
 
     def _send(self, message: request_channel.ToCoordinator) -> None:
         """At once: the socket has no bound. Not behind asyncio's back, which would lose sight of arrivals."""

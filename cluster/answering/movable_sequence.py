@@ -23,6 +23,7 @@ class MovableSequence:
         "num_moves_in_vain",
         "position",
         "request",
+        "weights",
     )
 
     def __init__(self, request: Request, position: int = 0) -> None:
@@ -32,6 +33,8 @@ class MovableSequence:
         """As it was submitted last."""
         self.group: Group | None = None
         """Where it runs; None: nowhere."""
+        self.weights = 0
+        """Of the group where it runs, or ran last."""
         self.num_moves = 0
         """Groups that were lost under it."""
         self.num_moves_in_vain = 0
@@ -52,13 +55,20 @@ class MovableSequence:
         self._newest = update
         return self._holding.pass_on(update)
 
-    def move(self) -> None:
-        """Its group is lost: the request becomes the one that goes on from here, a new incarnation.
+    @property
+    def weights_to_keep(self) -> int | None:
+        """What its tokens are of; None before the first."""
+        return self.weights if self._token_ids else None
+
+    def move(self, *, is_lost: bool = True) -> None:
+        """Its group is left: the request becomes the one that goes on from here, a new incarnation.
+
+        is_lost: the group was, which is held against a sequence that sees it too often.
 
         The prompt's log probabilities come with the first update: who has that asks for none.
         """
-        self.num_moves += 1
-        self.num_moves_in_vain += 1
+        self.num_moves += is_lost
+        self.num_moves_in_vain += is_lost
         self.group = None
         incarnation = secrets.randbits(63)
         newest = self._newest

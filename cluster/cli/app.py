@@ -12,7 +12,19 @@ from typing import Annotated
 import typer
 
 from cluster import __version__
-from cluster.cli import batch, bench, config, demo, doctor, generate, inspect, serve, status, submit
+from cluster.cli import (
+    batch,
+    bench,
+    config,
+    demo,
+    doctor,
+    generate,
+    inspect,
+    operate,
+    serve,
+    status,
+    submit,
+)
 from cluster.cli.sections import SectionedCommand, SectionedGroup
 from cluster.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, outcome
 from cluster.launch.signals import unwind_on_signals
@@ -34,6 +46,9 @@ app.command("batch", cls=SectionedCommand)(batch.batch)
 app.command("submit", cls=SectionedCommand)(submit.submit)
 app.command("bench", cls=SectionedCommand)(bench.bench)
 app.command("status", cls=SectionedCommand)(status.status)
+app.command("drain", cls=SectionedCommand)(operate.drain)
+app.command("undrain", cls=SectionedCommand)(operate.undrain)
+app.command("restart", cls=SectionedCommand)(operate.restart)
 app.command("inspect", cls=SectionedCommand)(inspect.inspect)
 app.command("doctor", cls=SectionedCommand)(doctor.doctor)
 app.add_typer(config.app, name="config")

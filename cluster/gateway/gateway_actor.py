@@ -11,7 +11,10 @@ from actors.config import GroupConfig
 from actors.gcs_watch import end_with_gcs
 from actors.logs import LogSettings, start_logging
 from cluster.answering.admission import NO_LIMITS, Limits
+from cluster.answering.group import Drained, Groups
 from cluster.answering.group_client import GroupClient
+from cluster.control.command import Command
+from cluster.control.desk import ControlDesk
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.server import GatewayServer
 
@@ -45,6 +48,7 @@ class GatewayActor:
         self._actors_by_node = actors_by_node
         self._limits = limits
         self._server: GatewayServer | None = None
+        self._desk = ControlDesk()
 
     async def start(self) -> str:
         """Connect to the groups, listen, return host:port. Errors: ConfigError, UnavailableError."""
@@ -62,6 +66,7 @@ class GatewayActor:
             http_port=self._http_port,
             actors_by_node=self._actors_by_node,
             limits=self._limits,
+            desk=self._desk,
         )
         await self._server.start()
         return self._server.address
@@ -101,6 +106,39 @@ class GatewayActor:
     async def group_lost(self, number: int, reason: str) -> None:
         """A group has failed for good."""
         self._groups[number].lose(reason)
+
+    async def next_command(self) -> Command:
+        """Waits for an operator's next order; who holds the groups carries it out."""
+        return await self._desk.fetch()
+
+    async def command_said(self, text: str) -> None:
+        self._desk.say(text)
+
+    async def command_ended(self, code: str | None, text: str) -> None:
+        self._desk.end(code, text)
+
+    async def drain_group(self, number: int, reason: str, returns: bool) -> None:
+        """It takes no sequences from now on; see Groups.drain."""
+        self._routes.drain(self._groups[number], Drained(reason=reason, returns=returns))
+
+    async def undrain_group(self, number: int) -> None:
+        self._routes.undrain(self._groups[number])
+
+    async def let_go(self, number: int, reason: str) -> None:
+        """Its sequences go on at another group, or when it returns; see GroupClient.let_go."""
+        self._groups[number].let_go(reason)
+
+    async def num_sequences(self, number: int) -> int:
+        """That this gateway has running there."""
+        return self._routes.num_sequences_of(self._groups[number])
+
+    async def set_weights(self, number: int, weights: int) -> None:
+        self._routes.set_weights(self._groups[number], weights)
+
+    @property
+    def _routes(self) -> Groups:
+        assert self._server is not None, "orders come to a gateway that has started"
+        return self._server.groups
 
     async def stop(self, drain_s: float = 30.0) -> None:
         """Drain and close; see GatewayServer.stop."""

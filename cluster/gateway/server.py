@@ -14,8 +14,10 @@ from actors.config import GroupConfig
 from actors.sampling_params import MAX_VOCABULARY
 from cluster.answering.admission import NO_LIMITS, Limits
 from cluster.answering.answering import Answering
-from cluster.answering.group import Group
+from cluster.answering.group import Group, Groups
+from cluster.control.desk import ControlDesk
 from cluster.frontend.front_end import ModelFrontend
+from cluster.gateway.control_service import add_control
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.malformed import RefuseMalformed
 from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
@@ -55,8 +57,10 @@ class GatewayServer:
         http_port: int | None = None,
         actors_by_node: Mapping[str, str] | None = None,
         limits: Limits = NO_LIMITS,
+        desk: ControlDesk | None = None,
     ) -> None:
-        """actors_by_node: what `latentray status` shows of where the groups run. limits: of what waits."""
+        """actors_by_node: what `latentray status` shows of where the groups run. limits: of what waits.
+        desk: takes operators' orders; None: nobody carries them out."""
         self._host = host
         self.port = port
         """0 until start() has taken a free one."""
@@ -87,9 +91,15 @@ class GatewayServer:
         self.http_port = http_port
         """Of OpenAI's API; 0 until start() has taken a free one; None: not served."""
         self._http_server: HttpServer | None = None
+        self._desk = desk
         self._server: aio.Server | None = None
         self._beside: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
+
+    @property
+    def groups(self) -> Groups:
+        """Those that answer, and which of them take requests."""
+        return self._answering.groups
 
     @property
     def address(self) -> str:
@@ -105,6 +115,8 @@ class GatewayServer:
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._desk is not None:
+            add_control(self._desk, server)
         add_reflection((SERVICE_NAME, health.SERVICE_NAME), server)
         try:
             self.port = server.add_insecure_port(self.address)

@@ -13,6 +13,7 @@ from actors.actor_process import Node
 from actors.config import GroupConfig
 from actors.logs import LogSettings, check_writable, new_run
 from cluster.launch import placement
+from cluster.launch.accounts import ask_all, take_trace
 from cluster.launch.members import create
 from cluster.launch.ray_session import RaySession
 from cluster.launch.running_group import Follower, RunningGroup
@@ -149,6 +150,19 @@ class GroupHandle:
         """Why the group can serve no more; None while it can."""
         return self._group.failure
 
+    @property
+    def config(self) -> GroupConfig:
+        """What it serves now."""
+        return self._group.config
+
+    def restart(self, progress: Progress, config: GroupConfig | None = None) -> None:
+        """End every process and start others in their places; followers are told where the group is then.
+
+        It should be drained: what runs there fails. config: what it serves from then on.
+        Errors: as launch_group; the group has failed then, and may be restarted again.
+        """
+        self._group.restart(progress, config)
+
     def follow(self, follower: Follower) -> None:
         """Tell a front end where the group can be reached from now on, and when it has failed."""
         self._group.follow(follower)
@@ -181,18 +195,18 @@ class GroupHandle:
 
     def memory(self) -> dict[str, int]:
         """Resident bytes of each actor that lives."""
-        return self._group.ask_all("memory")
+        return ask_all(self._group.members, "memory")
 
     def take_trace(self) -> "dict[str, list[Span]]":
         """By actor: where its time went since the last call, on this process's monotonic clock.
 
         Actors that died are left out. Empty lists unless config.trace.
         """
-        return self._group.take_trace()
+        return take_trace(self._group.members)
 
     def process_ids(self) -> dict[str, int]:
         """The process of each actor that lives, on its node."""
-        return self._group.ask_all("ping")
+        return ask_all(self._group.members, "ping")
 
     def stop(self) -> None:
         """End the group within seconds, also after a failure; a second call does nothing."""

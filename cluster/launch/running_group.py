@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import ray
 import ray.exceptions
@@ -21,17 +21,13 @@ from actors.model_location import to_local, to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import CollectivesSpec, ShardSpec
 from cluster.launch import placement
+from cluster.launch.accounts import load_state
 from cluster.launch.members import Member, create
 from cluster.launch.ray_session import RaySession
 from cluster.launch.supervisor import Supervisor
 from cluster.launch.waiting import Progress, answer, wait_for
 from cluster.report.kv_report import describe_kv_cache
-from cluster.report.load_report import describe_load
-from cluster.report.trace import clock_offset_ns, on_one_clock
 from kernels_integration.errors import CollectiveError, UnavailableError
-
-if TYPE_CHECKING:
-    from kernels_integration.spans import Span
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +90,16 @@ class RunningGroup:
         self._supervisor: Supervisor | None = None
         self._stop_lock = threading.Lock()
         self._is_stopped = False
+        self._is_restarting = False
+        self._restarts_from = 0
+        """The first epoch of the newest restart."""
+        self._restart_failure: str | None = None
+        """Why an operator's restart came to nothing."""
+
+    @property
+    def config(self) -> GroupConfig:
+        """As it is read here; the nodes may have the checkpoint elsewhere."""
+        return to_local(self._config)
 
     @property
     def members(self) -> list[Member]:
@@ -101,7 +107,7 @@ class RunningGroup:
 
     @property
     def failure(self) -> str | None:
-        return None if self._supervisor is None else self._supervisor.failure
+        return self._restart_failure if self._supervisor is None else self._supervisor.failure
 
     @property
     def session_failure(self) -> str | None:
@@ -132,23 +138,50 @@ class RunningGroup:
         self._actors.append(actor)
         return actor
 
-    def spawn_all(self) -> None:
+    def spawn_all(self, epoch: int = 0) -> None:
         """The coordinator's process and those of the first shards, by bundle."""
-        self.spawn(CoordinatorActor, 0, "coordinator", num_threads=1)
+        self.spawn(CoordinatorActor, 0, _coordinator_title(epoch), num_threads=1)
         for index in range(self._config.tensor_parallel_size):
-            self.spawn(ShardActor, 1 + index, f"epoch 0 process {index}", num_threads=self._num_threads)
+            self.spawn(ShardActor, 1 + index, f"epoch {epoch} process {index}", num_threads=self._num_threads)
 
-    def start(self) -> None:
+    def start(self, epoch: int = 0) -> None:
         """From processes to a group that serves."""
         coordinator, *shards = self._actors
-        self.open_coordinator(coordinator)
-        self.start_shards(shards, epoch=0)
-        self.supervise()
+        self.open_coordinator(coordinator, epoch)
+        self.start_shards(shards, epoch)
+        self.supervise(epoch)
 
-    def open_coordinator(self, actor: Any) -> None:
+    def restart(self, progress: Progress, config: GroupConfig | None = None) -> None:
+        """As GroupHandle.restart."""
+        if self._is_stopped:
+            raise UnavailableError("the group is stopping")
+        supervisor, self._is_restarting = self._supervisor, True
+        epoch = self._restarts_from + 1
+        if supervisor is not None:
+            supervisor.stop()  # whatever it waits for
+            epoch = max(epoch, supervisor.epoch + 1)
+        self._supervisor, self._restarts_from = None, epoch
+        self._end_runs()
+        for actor in list(self._actors):
+            self._end_actor(actor)
+        self._is_restarting, self._progress = False, progress
+        if config is not None:
+            self._config = to_portable(config, "cluster")
+        try:
+            self.spawn_all(epoch)
+            self.start(epoch)
+            self._restart_failure = None
+        except BaseException as error:
+            self._restart_failure = f"the group did not start again: {error}"
+            self.tell_lost(self._restart_failure)
+            for actor in list(self._actors):
+                self._end_actor(actor)
+            raise
+
+    def open_coordinator(self, actor: Any, epoch: int = 0) -> None:
         """Let it listen for shards and front ends, and work."""
         [node] = self._wait([actor.node.remote()], "the coordinator's process to start", _PROCESS_TIMEOUT_S)
-        self._open_coordinator(actor, node, epoch=0, recovers="")
+        self._open_coordinator(actor, node, epoch=epoch, recovers="")
 
     def _open_coordinator(self, actor: Any, node: Node, *, epoch: int, recovers: str) -> None:
         self.coordinator = self._member("coordinator", actor, node, bundle=0, epoch=epoch)
@@ -159,6 +192,8 @@ class RunningGroup:
             _CALL_TIMEOUT_S,
         )
         self.coordinator.run = actor.run.remote()
+        for follower in self._followers:
+            follower.moved(self.request_address)
 
     def start_shards(self, actors: Sequence[Any], epoch: int) -> None:
         """Make these processes an epoch's shards: ranks, collectives, the model; then they run steps."""
@@ -197,7 +232,7 @@ class RunningGroup:
             [shard.run for shard in self.shards],
             f"{len(self.shards)} shards to load the model",
             timeout_s,
-            state=self._load_state,
+            state=lambda: load_state(self.shards),
         )
         for shard in self.shards:
             shard.run = shard.actor.run.remote()
@@ -283,13 +318,11 @@ class RunningGroup:
         self._end_actor(self.coordinator.actor)
         [(actor, node)] = self._start_again(
             CoordinatorActor,
-            {0: f"coordinator of epoch {epoch}"},
+            {0: _coordinator_title(epoch)},
             "the next coordinator's process to start",
             num_threads=1,
         )
         self._open_coordinator(actor, node, epoch=epoch, recovers=cause)
-        for follower in self._followers:
-            follower.moved(self.request_address)
 
     def follow(self, follower: "Follower") -> None:
         """Tell it where the group can be reached from now on."""
@@ -314,7 +347,7 @@ class RunningGroup:
         wanted = [self._bundles[place] for place in places]
         return f": {placement.describe_shortage(wanted, placement.node_capacities())}"
 
-    def supervise(self) -> None:
+    def supervise(self, epoch: int = 0) -> None:
         """From now on a process that ends before its time is noticed, and another one started."""
         self._progress = self._tell_recovery
         self._supervisor = Supervisor(
@@ -322,6 +355,7 @@ class RunningGroup:
             session=self._session,
             max_restarts=self._config.max_restarts,
             timeout_s=self._config.recovery_timeout_s,
+            epoch=epoch,
         )
 
     def _tell_recovery(self, message: str) -> None:
@@ -358,7 +392,9 @@ class RunningGroup:
         )
 
     def _why_in_vain(self) -> str | None:
-        return "the group is stopping" if self._is_stopped else self._session.failure
+        if self._is_stopped or self._is_restarting:
+            return "the group is stopping" if self._is_stopped else "the group is being restarted"
+        return self._session.failure
 
     def _choose_collectives(self) -> CollectivesSpec:
         first = self.shards[0]
@@ -372,40 +408,6 @@ class RunningGroup:
             can_share_memory=lambda: bool(ask("can_share_memory")),
             free_port=lambda: int(ask("free_port")),
         )
-
-    def _load_state(self) -> str:
-        """What the shards have read, as the end of a message; "" while one does not answer."""
-        asked = [shard.ask("load_progress") for shard in self.shards]
-        try:
-            told = describe_load(ray.get(asked, timeout=1))
-        except ray.exceptions.RayError:
-            return ""
-        return f": {told}" if told else ""
-
-    def ask_all(self, method: str) -> dict[str, int]:
-        """The answers of the actors that live, by name."""
-        answers: dict[str, int] = {}
-        for name, reference in [(member.name, member.ask(method)) for member in self.members]:
-            try:
-                answers[name] = ray.get(reference, timeout=5)
-            except ray.exceptions.RayError:
-                continue  # the actor is dead or its node is gone
-        return answers
-
-    def take_trace(self) -> "dict[str, list[Span]]":
-        here = ray.get_runtime_context().get_node_id()
-        offsets_ns = {here: 0}
-        trace = {}
-        for member in self.members:
-            node_id = member.node.node_id
-            try:
-                if node_id not in offsets_ns:
-                    offsets_ns[node_id] = clock_offset_ns(member.clock_ns)
-                spans = ray.get(member.ask("take_spans"), timeout=30)
-            except ray.exceptions.RayError:
-                continue  # the actor is dead or its node is gone
-            trace[member.name] = on_one_clock(spans, offsets_ns[node_id])
-        return trace
 
     def stop(self) -> None:
         with self._stop_lock:
@@ -448,3 +450,8 @@ class RunningGroup:
                 coordinator.ask("num_ready_shards"), "the coordinator", timeout_s=_CALL_TIMEOUT_S
             )
             time.sleep(0.01)
+
+
+def _coordinator_title(epoch: int) -> str:
+    """Names of Ray's actors are unique, those of dead ones too for a while."""
+    return f"coordinator of epoch {epoch}" if epoch else "coordinator"

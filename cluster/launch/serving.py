@@ -1,6 +1,8 @@
 """A served model: groups on Ray and a gateway before them, started and stopped together."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +12,7 @@ from actors.config import GroupConfig
 from cluster.answering.admission import Limits
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
+from cluster.control.operator import Operator
 from cluster.launch.deaths import cause_of_death
 from cluster.launch.group import GroupHandle, launch_groups
 from cluster.launch.members import Member
@@ -17,6 +20,7 @@ from cluster.launch.placement import by_node
 from cluster.launch.waiting import Progress, wait_for
 from cluster.report.memory import require_memory
 from cluster.report.trace import TraceFile
+from kernels_integration.errors import ConfigError
 
 # isort: split
 import ray
@@ -43,8 +47,10 @@ class RunningServer:
         metrics_port: int | None,
         http_port: int | None,
         log_folder: Path | None,
+        operator: Operator,
     ) -> None:
         self.groups = tuple(groups)
+        self.operator = operator
         self.address = address
         self.config = config
         self.http_port = http_port
@@ -99,6 +105,7 @@ class RunningServer:
         """Refuse new requests, let live ones end for at most drain_s, stop the group. May be called twice."""
         gateway, self._gateway = self._gateway, None
         trace_file, self._trace_file = self._trace_file, None
+        self.operator.stop()
         try:
             if gateway is not None and self.groups[0].can_call:
                 with contextlib.suppress(ray.exceptions.RayError):
@@ -182,7 +189,53 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     metrics_port = None if args.metrics_port is None else ray.get(gateway.metrics_port.remote())
     http_port = None if args.http_port is None else ray.get(gateway.http_port.remote())
     log_folder = ray.get(gateway.log_folder.remote())
-    return RunningServer(groups, member, address, config, trace_file, metrics_port, http_port, log_folder)
+    return RunningServer(
+        groups,
+        member,
+        address,
+        config,
+        trace_file,
+        metrics_port,
+        http_port,
+        log_folder,
+        Operator(groups, [gateway], reload=functools.partial(reload, args, config)),
+    )
+
+
+def reload(args: ServeArgs, before: GroupConfig, model: str) -> GroupConfig:
+    """The settings of a group that goes over to another checkpoint, of the same kind.
+
+    Errors: CheckpointError, ConfigError: front ends go on with the tokenizer and the limits that they have.
+    """
+    name = before.served_model_name
+    config = resolve(args.model_copy(update={"model": model, "served_model_name": name}))
+    for field in dataclasses.fields(config):
+        was, would_be = getattr(before, field.name), getattr(config, field.name)
+        if field.name != "model_path" and was != would_be:
+            raise ConfigError(
+                f"{model} cannot take the place of {before.model_path}: {field.name} would be {would_be!r} "
+                f"and is {was!r}; start another server for it"
+            )
+    for file in _FILES_OF_FRONT_ENDS:
+        if _content(before.model_path, file) != _content(config.model_path, file):
+            raise ConfigError(
+                f"{model} cannot take the place of {before.model_path}: its {file} is another, and gateways "
+                "read it when they start; start another server for it"
+            )
+    return config
+
+
+_FILES_OF_FRONT_ENDS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def _content(folder: str, file: str) -> bytes | None:
+    path = Path(folder) / file
+    return path.read_bytes() if path.is_file() else None
 
 
 def _started(gateway: Any, groups: Sequence[GroupHandle], progress: Progress) -> tuple[str, Member]:

@@ -59,11 +59,17 @@ class Supervisor:
     Ray reports a process that ended within milliseconds, and the coordinator is told. The coordinator decides
     what a loss means, and asks for the shards of the next epoch; of its own loss this thread decides.
     max_restarts: how often in a row a coordinator may be lost. timeout_s: a start that has waited for so long
-    in vain is the last one.
+    in vain is the last one. epoch: of the shards that there are.
     """
 
     def __init__(
-        self, group: Supervised, *, session: RaySession, max_restarts: int, timeout_s: float
+        self,
+        group: Supervised,
+        *,
+        session: RaySession,
+        max_restarts: int,
+        timeout_s: float,
+        epoch: int = 0,
     ) -> None:
         self._timeout_s = timeout_s
         self.failure: str | None = None
@@ -75,7 +81,7 @@ class Supervisor:
         self._num_lost_coordinators = 0
         """In a row."""
         self._coordinator_since_s = time.monotonic()
-        self._epoch = 0
+        self._epoch = epoch
         self._cause = ""
         """Of the recovery that goes on."""
         self._change: GroupState | None = None
@@ -86,6 +92,11 @@ class Supervisor:
         """Calls that end with a member's life; None: the coordinator's account of the group."""
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
+
+    @property
+    def epoch(self) -> int:
+        """The newest that has begun."""
+        return self._epoch
 
     def stop(self) -> None:
         self._is_stopping.set()

@@ -2,15 +2,22 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cluster.client import AsyncClient
 from cluster.config import ServeArgs
+from cluster.control.client import carry_out
+from cluster.control.command import Command
 from cluster.launch.serving import RunningServer, start_server
-from tests.support.ray_groups import PROMPTS, eventually, is_alive
+from kernels_integration.errors import CheckpointError, ConfigError
+from tests.support.ray_groups import CHECKPOINT, PROMPTS, eventually, is_alive
 
 pytestmark = pytest.mark.ray
 
@@ -78,3 +85,78 @@ async def test_streams_outlive_a_coordinator_then_its_whole_group(server: Runnin
         assert not any(map(is_alive, pids.values()))
         assert await answers(client) == undisturbed
         assert len(await client.loads()) == 2
+    said = await ordered(server, do="restart", where="1")
+    assert said[-1] == "group 1: serving", "an operator's restart is a new beginning"
+    assert server.groups[1].failure is None
+
+
+async def ordered(server: RunningServer, **order: Any) -> list[str]:
+    """What the server said of an order, but for what it waited for."""
+    said = await asyncio.to_thread(lambda: list(carry_out(server.address, Command(**order))))
+    return [text for text in said if "waiting for" not in text]
+
+
+async def test_streams_outlive_a_drain_and_a_rolling_restart(server: RunningServer) -> None:
+    async with AsyncClient(server.address, decode=False) as client:
+        undisturbed = await answers(client)
+        orders: list[tuple[dict[str, Any], list[str]]] = [
+            (
+                {"do": "drain", "where": "0"},
+                ["group 0: drained: nothing runs there, and no new request comes"],
+            ),
+            ({"do": "undrain", "where": "0"}, ["group 0: serves again"]),
+            ({"do": "restart"}, ["group 0: serving", "group 1: serving"]),
+        ]
+        for order, expected in orders:
+            told: list[int] = []
+            pids = {number: pids_of(server, number) for number in range(2)}
+            live = asyncio.create_task(answers(client, told))
+            await eventually(lambda told=told: len(told) > 200, 30)  # type: ignore[misc]
+            said = await ordered(server, **order)
+            assert [text for text in said if text in expected] == expected
+            assert await live == undisturbed
+            assert (await client.health()).healthy
+            for number in range(2):
+                assert (pids_of(server, number) != pids[number]) == (order["do"] == "restart")
+        assert await answers(client) == undisturbed
+    with pytest.raises(ConfigError, match="there is no group 2"):
+        await ordered(server, do="drain", where="2")
+    assert all(group.failure is None for group in server.groups)
+
+
+async def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_touched(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    pids = [pids_of(server, number) for number in range(2)]
+    with pytest.raises(CheckpointError, match="no such model path"):
+        await ordered(server, do="restart", model=str(tmp_path / "none"))
+    shutil.copytree(CHECKPOINT, tmp_path / "other")
+    tokenizer = tmp_path / "other" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    with pytest.raises(ConfigError, match=r"its tokenizer\.json is another"):
+        await ordered(server, do="restart", model=str(tmp_path / "other"))
+    assert [pids_of(server, number) for number in range(2)] == pids
+
+
+async def test_new_weights_are_rolled_and_each_stream_ends_with_those_it_began_with(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path / "new")
+    reorder_weights(tmp_path / "new")
+    async with AsyncClient(server.address, decode=False) as client:
+        old = await answers(client)
+        told: list[int] = []
+        live = asyncio.create_task(answers(client, told))
+        await eventually(lambda: len(told) > 200, 30)
+        await ordered(server, do="restart", model=str(tmp_path / "new"))
+        assert await live == old
+        new = await answers(client)
+    assert all(one != other for one, other in zip(new, old, strict=True))
+
+
+def reorder_weights(folder: Path) -> None:
+    """Another model of the same shapes: its final norm is turned around."""
+    path = folder / "model-00001-of-00002.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].flip(0).contiguous()
+    save_file(tensors, path)

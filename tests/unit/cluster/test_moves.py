@@ -6,10 +6,12 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from actors.requests import Request, RequestUpdate
 from actors.sampling_params import SamplingParams
 from cluster.answering.answering import MAX_MOVES, MAX_MOVES_IN_VAIN, Answering
+from cluster.answering.group import Drained, LetGoError
 from kernels_integration.errors import InvalidRequestError, UnavailableError
 from tests.support.scripted_group import Script, ScriptedGroup, until, update
 
@@ -188,3 +190,80 @@ async def test_a_moved_sequence_ends_where_it_runs_when_its_reader_leaves() -> N
         assert other.live == {"r"}
     assert not other.live
     assert len(answering.live) == 0
+
+
+async def test_a_drained_group_takes_nothing_and_its_sequences_go_on_elsewhere() -> None:
+    gate = asyncio.Event()
+    first, second = ScriptedGroup(), ScriptedGroup(counting(6))
+    second.healthy = False
+    answering = Answering([first, second])
+    groups = answering.groups
+    first.script = lambda asked: [*counting(2)(asked)[:1], gate, LetGoError("drained")]
+    running = asyncio.create_task(collect(answering, request()))
+    await until(lambda: bool(first.requests))
+    second.healthy = True
+    groups.drain(first, Drained(reason="it is drained"))
+    assert groups.healthy, "the other one serves"
+    assert groups.num_sequences_of(first) == 1, "what runs there may end there"
+    assert tokens_of([u async for u in answering.run(replace(request(), request_id="new"))]) == list(range(6))
+    assert [r.request_id for r in second.requests] == ["new"]
+    gate.set()
+    assert tokens_of(await running) == list(range(6))
+    assert groups.num_sequences_of(first) == 0
+    groups.undrain(first)
+    assert groups.choose(request()) in (first, second)
+
+
+async def test_with_every_group_drained_requests_are_refused_and_told_what_helps() -> None:
+    group = ScriptedGroup()
+    answering = Answering([group])
+    answering.groups.drain(group, Drained(reason="it is drained; undrain it"))
+    assert not answering.groups.healthy
+    with pytest.raises(UnavailableError, match="undrain it"):
+        await collect(answering, request())
+    assert not group.requests
+
+
+async def test_streams_wait_for_a_group_that_restarts() -> None:
+    group = ScriptedGroup()
+    answering = Answering([group])
+
+    def script(asked: Request) -> Script:
+        if asked.progress is not None:
+            return counting(6)(asked)
+        answering.groups.drain(group, Drained(reason="it is being restarted", returns=True))
+        asyncio.get_running_loop().call_later(0.1, answering.groups.undrain, group)
+        return counting(4, LetGoError("it is being restarted"))(asked)
+
+    group.script = script
+    assert tokens_of(await collect(answering, request())) == list(range(6))
+
+
+async def test_being_moved_by_an_operator_is_held_against_nobody() -> None:
+    group = ScriptedGroup()
+    answering = Answering([group])
+    left = iter(range(MAX_MOVES_IN_VAIN + MAX_MOVES + 2))
+    group.script = lambda asked: (
+        [LetGoError("drained")] if next(left, None) is not None else counting(6)(asked)
+    )
+    assert tokens_of(await collect(answering, request())) == list(range(6))
+
+
+@pytest.mark.parametrize("num_told", [0, 2])
+async def test_a_stream_ends_with_the_weights_that_it_began_with(num_told: int) -> None:
+    old, new = ScriptedGroup(), ScriptedGroup(counting(6))
+    answering = Answering([old, new])
+    answering.groups.set_weights(new, 1)
+    new.healthy = False
+
+    def lose(asked: Request) -> Script:
+        old.healthy, new.healthy = False, True
+        return counting(num_told)(asked)
+
+    old.script = lose
+    if num_told:
+        with pytest.raises(UnavailableError, match="lost"):
+            await collect(answering, request())
+        assert not new.requests, "tokens of two models would be no answer of either"
+    else:
+        assert tokens_of(await collect(answering, request())) == list(range(6))

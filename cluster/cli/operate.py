@@ -1,0 +1,88 @@
+"""`latentray drain`, `undrain` and `restart`: orders to a running server."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from cluster.cli.status import ServerFlag
+from cluster.control.command import Command
+from kernels_integration.errors import ConfigError
+
+_WhereArgument = Annotated[
+    str, typer.Argument(metavar="GROUP|NODE", help="Number of a group, or address of a node.")
+]
+
+
+def drain(
+    where: _WhereArgument,
+    server: ServerFlag = "127.0.0.1:50051",
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            "--drain-timeout",
+            metavar="SECONDS",
+            min=0,
+            help="How long requests may go on that no other group can take over.",
+        ),
+    ] = 30.0,
+) -> None:
+    """Empty a group, or the groups of a node: no new requests, and its own go on at other groups.
+
+    Returns when nothing runs there. Its processes stay: `undrain` lets it serve again.
+    """
+    _carry_out(server, Command(do="drain", where=where, drain_s=drain_timeout))
+
+
+def undrain(where: _WhereArgument, server: ServerFlag = "127.0.0.1:50051") -> None:
+    """Let a drained group, or those of a node, serve again."""
+    _carry_out(server, Command(do="undrain", where=where))
+
+
+def restart(
+    where: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[GROUP|NODE]", help="Number of a group, or address of a node.", show_default=False
+        ),
+    ] = None,
+    server: ServerFlag = "127.0.0.1:50051",
+    rolling: Annotated[
+        bool, typer.Option("--rolling", help="All groups, one after the other.", show_default=False)
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="Checkpoint to serve from then on, of the same kind and tokenizer "
+            "[default: the one that is served]",
+            show_default=False,
+        ),
+    ] = None,
+    drain_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--drain-timeout",
+            metavar="SECONDS",
+            min=0,
+            help="How long requests may go on that no other group can take over [default: to their end]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Start groups again, one after the other, while the others serve: no request fails.
+
+    With --model their weights are replaced; a stream ends with those that it began with.
+    """
+    if rolling == (where is not None):
+        raise ConfigError("restart takes a group or node, or --rolling for all groups; give one of them")
+    path = None if model is None else os.path.abspath(os.path.expanduser(model))
+    _carry_out(server, Command(do="restart", where=where, drain_s=drain_timeout, model=path))
+
+
+def _carry_out(server: str, command: Command) -> None:
+    from cluster.control.client import carry_out
+
+    for text in carry_out(server, command):
+        typer.echo(text)

@@ -1,0 +1,1 @@
+"""What an operator asks of a running server: drain, undrain, restart; how it gets to who can do it."""
