@@ -89,6 +89,12 @@ class UnknownModelError(InvalidRequestError):
     code = "model_not_found"
 
 
+class InvalidApiKeyError(LatentrayError):
+    """A call without an API key that the server knows."""
+
+    code = "invalid_api_key"
+
+
 class DuplicateRequestError(LatentrayError):
     """A request id that a live request already has."""
 

@@ -16,6 +16,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from actors.requests import Request, RequestUpdate, SequenceKey
+from cluster.access.principal import ANYBODY, Principal
 from cluster.answering.admission import NO_LIMITS, Asked, Limits, refusal
 from cluster.answering.choices import choices
 from cluster.answering.group import Group, Groups, LetGoError
@@ -72,20 +73,27 @@ class Answering:
 
     @asynccontextmanager
     async def admit(
-        self, request_id: str, *, client: str = "", tenant: str = "", time_left_s: float | None = None
+        self,
+        request_id: str,
+        *,
+        principal: Principal = ANYBODY,
+        client: str = "",
+        tenant: str = "",
+        time_left_s: float | None = None,
     ) -> AsyncIterator[LiveRequest]:
-        """Hold an id while a call of the current task is answered.
+        """Hold an id while a call of the current task is answered. principal: whose id it is.
 
         What ends the request from outside also ends what the task waits for inside: tokenising, the group,
         the client's reading. tenant: whose part of the queues it takes.
-        Errors: UnavailableError while draining; DuplicateRequestError; DeadlineExceededError when no time is
+        Errors: UnavailableError while draining; DuplicateRequestError; OverloadedError when the principal has
+        as many requests as it may; DeadlineExceededError when no time is
         left, or later; AbortedError after `abort`.
         """
         if self.is_draining:
             raise UnavailableError("the server is draining and takes no new requests; ask another one")
         if time_left_s is not None and time_left_s <= 0:
             raise DeadlineExceededError("the deadline had passed when the request arrived; allow more time")
-        live = self.live.enter(request_id, client, tenant)
+        live = self.live.enter(request_id, client, tenant, principal)
         timer = None
         if time_left_s is not None:
             live.ends_at_s = asyncio.get_running_loop().time() + time_left_s
@@ -206,9 +214,9 @@ class Answering:
         except UnavailableError:
             raise error from None
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests by their users' ids; their calls raise AbortedError. Others are ignored."""
-        self.live.end(request_ids, AbortedError("the request was ended by Abort"))
+    def abort(self, request_ids: Iterable[str], *, principal: Principal = ANYBODY) -> None:
+        """End a principal's requests by their ids; their calls raise AbortedError. Others are ignored."""
+        self.live.end(request_ids, AbortedError("the request was ended by Abort"), principal)
 
     async def drain(self, drain_s: float) -> None:
         """Take no new requests, give live ones `drain_s` seconds, end the rest with UnavailableError."""

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster.access.principal import ANYBODY, Principal
 from cluster.answering.group import Group
 from kernels_integration.errors import DuplicateRequestError, LatentrayError, OverloadedError
 
@@ -15,8 +16,11 @@ class LiveRequest:
 
     request_id: str
     client: str = ""
-    """Who asked; "" counts against no limit."""
+    """Which host or principal asked; "" counts against no limit."""
     tenant: str = ""
+    """Whose part of the queues it takes: the principal's tenant, or where there are no keys who it says."""
+    principal: Principal = ANYBODY
+    """Whose id it is."""
     group: Group | None = None
     """Once its sequences run."""
     num_sequences: int = 0
@@ -36,26 +40,44 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """By id, in order of arrival. A request leaves when its group has answered it, or its call ends."""
+    """By tenant and id, in order of arrival. One leaves when its group has answered it, or its call ends."""
 
     def __init__(self, *, max_sequences_per_client: int | None = None) -> None:
         self._max_sequences_per_client = max_sequences_per_client
-        self._by_id: dict[str, LiveRequest] = {}
+        self._by_id: dict[tuple[str, str], LiveRequest] = {}
         self._delivering: set[LiveRequest] = set()
         """Answered by the group, but not yet read by their clients."""
         self._num_sequences: Counter[str] = Counter()
         """Of all these, by client."""
+        self._num_requests: Counter[str] = Counter()
+        """Of all these, by tenant."""
         self._empty = asyncio.Event()
         self._empty.set()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def enter(self, request_id: str, client: str = "", tenant: str = "") -> LiveRequest:
-        """The request of the current task. Errors: DuplicateRequestError; an id that has ended is free."""
-        if request_id in self._by_id:
+    def enter(
+        self, request_id: str, client: str = "", tenant: str = "", principal: Principal = ANYBODY
+    ) -> LiveRequest:
+        """The request of the current task.
+
+        Errors: DuplicateRequestError (an id that has ended is free, and so is another tenant's);
+        OverloadedError when the principal has as many requests as it may.
+        """
+        key = (principal.tenant, request_id)
+        if key in self._by_id:
             raise DuplicateRequestError.of(request_id)
-        live = self._by_id[request_id] = LiveRequest(request_id, client, tenant)
+        num_requests, most = self._num_requests[principal.tenant], principal.max_requests
+        if most is not None and num_requests >= most:
+            raise OverloadedError(
+                f"tenant {principal.tenant} has {num_requests} requests running, waiting or not read to "
+                f"their end, as many as its keys allow (max-requests {most}); wait for one to end"
+            )
+        # Behind a proxy all tenants are one host.
+        live = LiveRequest(request_id, principal.tenant or client, tenant, principal)
+        self._by_id[key] = live
+        self._num_requests[principal.tenant] += 1
         self._empty.clear()
         return live
 
@@ -74,24 +96,31 @@ class LiveRequests:
 
     def answered(self, live: LiveRequest) -> None:
         """The group has no more to say: its id is free, however slowly the client reads."""
-        if self._by_id.get(live.request_id) is live:
-            del self._by_id[live.request_id]
+        key = (live.principal.tenant, live.request_id)
+        if self._by_id.get(key) is live:
+            del self._by_id[key]
             self._delivering.add(live)
 
     def leave(self, live: LiveRequest) -> None:
         """Its call has ended."""
         self.answered(live)
         self._delivering.discard(live)
+        self._num_requests[live.principal.tenant] -= 1
+        if not self._num_requests[live.principal.tenant]:
+            del self._num_requests[live.principal.tenant]
         self._num_sequences[live.client] -= live.num_sequences
         if not self._num_sequences[live.client]:
             del self._num_sequences[live.client]
         if not self._by_id and not self._delivering:
             self._empty.set()
 
-    def end(self, request_ids: Iterable[str], error: LatentrayError) -> None:
-        """End the calls of these requests with `error`, whatever they wait for. Other ids are no error."""
+    def end(self, request_ids: Iterable[str], error: LatentrayError, principal: Principal = ANYBODY) -> None:
+        """End the calls of a principal's requests with `error`, whatever they wait for.
+
+        Other ids are no error.
+        """
         for request_id in request_ids:
-            if (live := self._by_id.get(request_id)) is not None:
+            if (live := self._by_id.get((principal.tenant, request_id))) is not None:
                 self.end_one(live, error)
 
     def end_one(self, live: LiveRequest, error: LatentrayError) -> None:

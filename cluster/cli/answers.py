@@ -12,6 +12,7 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.outputs import Logprob, OutputBuilder
 
 if TYPE_CHECKING:
+    from cluster.client.credentials import Credentials
     from cluster.client.results import Piece
 
 
@@ -83,11 +84,11 @@ def _values(alternatives: Mapping[int, Logprob]) -> Logprobs:
     return {token_id: entry.logprob for token_id, entry in alternatives.items()}
 
 
-def frontend_of_server(target: str) -> ModelFrontend:
+def frontend_of_server(target: str, credentials: "Credentials") -> ModelFrontend:
     """A front end like the server's own, from what it tells. Errors: UnavailableError."""
     from cluster.client import Client
 
-    with Client(target) as client:
+    with Client(target, credentials=credentials) as client:
         info = client.model_info()
         return ModelFrontend(
             tokenizer=client.tokenizer(),
@@ -100,12 +101,15 @@ def frontend_of_server(target: str) -> ModelFrontend:
 
 
 def ask_server(
-    target: str, questions: Sequence[tuple[str | Sequence[int], SamplingParams]], show: Show
+    target: str,
+    credentials: "Credentials",
+    questions: Sequence[tuple[str | Sequence[int], SamplingParams]],
+    show: Show,
 ) -> None:
     """One prompt after the other, each with its parameters. Errors: what the server answers with."""
     from cluster.client import Client
 
-    with Client(target) as client:
+    with Client(target, credentials=credentials) as client:
         for prompt_index, (prompt, params) in enumerate(questions):
             pieces: list[list[Piece]] = [[] for _ in range(params.n)]
             for piece in client.generate(prompt, params):

@@ -16,6 +16,14 @@ from cluster.cli.engine_flags import with_settings
 from cluster.cli.progress_line import ProgressLine
 from cluster.cli.prompts import contents, parse_template_kwargs, read_texts
 from cluster.cli.sampling_flags import with_sampling_flags
+from cluster.cli.server_flags import (
+    ApiKeyFlag,
+    TlsCaFlag,
+    TlsCertFlag,
+    TlsFlag,
+    TlsKeyFlag,
+    credentials,
+)
 from cluster.config import EngineArgs, Settings
 from cluster.config.resolve import resolve
 from cluster.config.setting import flag_name
@@ -54,6 +62,11 @@ def generate(
             help="Ask a running server instead of starting an engine.",
         ),
     ] = None,
+    api_key: ApiKeyFlag = None,
+    tls: TlsFlag = False,
+    tls_ca: TlsCaFlag = None,
+    tls_cert: TlsCertFlag = None,
+    tls_key: TlsKeyFlag = None,
     executor: Annotated[
         str, typer.Option("--executor", metavar="NAME", help="inline: in this process, or ray.")
     ] = "inline",
@@ -73,7 +86,8 @@ def generate(
     texts = read_texts(prompts or [])
     if server is not None:
         _refuse_engine_flags(settings)
-        frontend = frontend_of_server(server)
+        shown = credentials(api_key, tls, tls_ca, tls_cert, tls_key)
+        frontend = frontend_of_server(server, shown)
     else:
         config = resolve(settings.args)
         frontend = ModelFrontend.of_group(config)
@@ -82,7 +96,8 @@ def generate(
     asked = contents(texts, frontend, chat=chat, template_kwargs=template_kwargs)
     show = print_json if as_json else AnswerPrinter(separated=len(asked) * params.n > 1)
     if server is not None:
-        ask_server(server, [(content, _with_length(params, content, frontend)) for content in asked], show)
+        questions = [(content, _with_length(params, content, frontend)) for content in asked]
+        ask_server(server, shown, questions, show)
         return
     requests = [
         frontend.build_request(str(i), content, params, default_max_tokens=DEFAULT_MAX_TOKENS)

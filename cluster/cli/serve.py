@@ -52,11 +52,13 @@ def serve(
             f"{describe_kv_cache(config)}; started in {progress.elapsed_s:.1f} s)"
         )
         typer.echo(f"latentray: memory: {describe_memory(config, server.memory())}")
+        scheme = "http" if settings.args.tls_cert is None else "https"
         if server.http_port is not None:
-            http = f"http://{settings.args.host}:{server.http_port}"
+            http = f"{scheme}://{settings.args.host}:{server.http_port}"
             typer.echo(f"latentray: OpenAI's API at {http}/v1, status page at {http}/status")
         if server.metrics_port is not None:
-            typer.echo(f"latentray: metrics at http://{settings.args.host}:{server.metrics_port}/metrics")
+            url = f"{scheme}://{settings.args.host}:{server.metrics_port}"
+            typer.echo(f"latentray: metrics at {url}/metrics")
         if server.log_folder is not None:
             typer.echo(f"latentray: logs in {server.log_folder}")
         sys.stdout.flush()

@@ -7,6 +7,7 @@ with Client("localhost:50051") as client:
 
 from actors.sampling_params import SamplingParams
 from cluster.client.aio import AsyncClient
+from cluster.client.credentials import Credentials
 from cluster.client.results import Completion, Health, Load, ModelInfo, Piece, ServerInfo, Usage
 from cluster.client.sync import Client
 
@@ -14,6 +15,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Completion",
+    "Credentials",
     "Health",
     "Load",
     "ModelInfo",

@@ -10,6 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.sampling_params import SamplingParams
 from cluster.client import tokenizer_download, wire
+from cluster.client.credentials import Credentials
 from cluster.client.reader import AnswerReader
 from cluster.client.results import Completion, Health, Load, ModelInfo, Piece, ServerInfo
 from cluster.tokenizer.tokenizer import Tokenizer
@@ -20,11 +21,25 @@ T = TypeVar("T")
 class AsyncClient:
     """A server at `target` ("host:port"); see `Client` for arguments and errors."""
 
-    def __init__(self, target: str, *, decode: bool = True, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        decode: bool = True,
+        timeout_s: float = 30.0,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.target = wire.check_target(target)
+        credentials = credentials or Credentials()
+        self._metadata = credentials.metadata
         self._decode = decode
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(target, options=wire.CHANNEL_OPTIONS)
+        tls = credentials.of_channel()
+        self._channel = (
+            grpc.aio.insecure_channel(target, options=wire.CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(target, tls, options=wire.CHANNEL_OPTIONS)
+        )
         self._stub = vllm_engine_pb2_grpc.VllmEngineStub(self._channel)
         self._tokenizer: Tokenizer | None = None
         self._eos_token_ids: tuple[int, ...] = ()
@@ -75,7 +90,7 @@ class AsyncClient:
         """
         params = wire.merged_params(params, changes)
         request = wire.generate_request(request_id, prompt, params, stream=stream)
-        metadata = wire.generate_metadata(priority, cache_salt)
+        metadata = (*self._metadata, *wire.generate_metadata(priority, cache_salt))
         if stream:
             return self._pieces(request, params, timeout_s, metadata)
         return self._completion(request, params, timeout_s, metadata)
@@ -92,7 +107,9 @@ class AsyncClient:
         return ModelInfo.from_message(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     async def server_info(self) -> ServerInfo:
-        call = self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=self._timeout_s)
+        call = self._stub.GetServerInfo(
+            pb.GetServerInfoRequest(), timeout=self._timeout_s, metadata=self._metadata
+        )
         try:
             message = await call
         except grpc.RpcError as error:
@@ -104,7 +121,7 @@ class AsyncClient:
 
     async def loads(self) -> tuple[Load, ...]:
         """One per group behind the server."""
-        call = self._stub.GetLoads(pb.GetLoadsRequest(), timeout=self._timeout_s)
+        call = self._stub.GetLoads(pb.GetLoadsRequest(), timeout=self._timeout_s, metadata=self._metadata)
         try:
             message = await call
         except grpc.RpcError as error:
@@ -116,7 +133,9 @@ class AsyncClient:
         """The server's tokenizer; `.backend` is the `tokenizers.Tokenizer`. Fetched once."""
         if self._tokenizer is None:
             eos_token_ids = (await self.model_info()).eos_token_ids
-            call = self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=self._timeout_s)
+            call = self._stub.GetTokenizer(
+                common_pb2.GetTokenizerRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
             chunks = [chunk async for chunk in self._checked(call)]
             self._tokenizer, self._eos_token_ids = tokenizer_download.from_chunks(chunks), eos_token_ids
         return self._tokenizer
@@ -172,7 +191,7 @@ class AsyncClient:
 
     async def _call(self, method: Any, message: Any) -> Any:
         try:
-            return await method(message, timeout=self._timeout_s)
+            return await method(message, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise wire.to_error(error, self.target) from None
 

@@ -10,6 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from actors.sampling_params import SamplingParams
 from cluster.client import tokenizer_download, wire
+from cluster.client.credentials import Credentials
 from cluster.client.reader import AnswerReader
 from cluster.client.results import Completion, Health, Load, ModelInfo, Piece, ServerInfo
 from cluster.tokenizer.tokenizer import Tokenizer
@@ -21,17 +22,31 @@ class Client:
     """A server at `target` ("host:port").
 
     decode: make text of the answers, with the tokenizer that the server sends once; False saves that.
-    timeout_s: of every call but `generate`, which has its own.
+    timeout_s: of every call but `generate`, which has its own. credentials: API key and TLS.
     Errors: ConfigError for a blank target.
     Errors of every call: the LatentrayError that the server raised; UnavailableError when none is
     there. Nothing is retried: a caller knows better whether a request may run twice.
     """
 
-    def __init__(self, target: str, *, decode: bool = True, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        decode: bool = True,
+        timeout_s: float = 30.0,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.target = wire.check_target(target)
+        credentials = credentials or Credentials()
+        self._metadata = credentials.metadata
         self._decode = decode
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(target, options=wire.CHANNEL_OPTIONS)
+        tls = credentials.of_channel()
+        self._channel = (
+            grpc.insecure_channel(target, options=wire.CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(target, tls, options=wire.CHANNEL_OPTIONS)
+        )
         self._stub = vllm_engine_pb2_grpc.VllmEngineStub(self._channel)
         self._tokenizer: Tokenizer | None = None
         self._eos_token_ids: tuple[int, ...] = ()
@@ -85,7 +100,7 @@ class Client:
         """
         params = wire.merged_params(params, changes)
         request = wire.generate_request(request_id, prompt, params, stream=stream)
-        metadata = wire.generate_metadata(priority, cache_salt)
+        metadata = (*self._metadata, *wire.generate_metadata(priority, cache_salt))
         if stream:
             return self._pieces(request, params, timeout_s, metadata)
         return self._completion(request, params, timeout_s, metadata)
@@ -118,7 +133,9 @@ class Client:
         """The server's tokenizer; `.backend` is the `tokenizers.Tokenizer`. Fetched once."""
         if self._tokenizer is None:
             self._eos_token_ids = self.model_info().eos_token_ids
-            call = self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=self._timeout_s)
+            call = self._stub.GetTokenizer(
+                common_pb2.GetTokenizerRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
             self._tokenizer = tokenizer_download.from_chunks(list(self._checked(call)))
         return self._tokenizer
 
@@ -173,7 +190,7 @@ class Client:
 
     def _call(self, method: Any, message: Any) -> Any:
         try:
-            return method(message, timeout=self._timeout_s)
+            return method(message, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise wire.to_error(error, self.target) from None
 

@@ -460,10 +460,57 @@ class ServeArgs(EngineArgs):
     max_tenant_share: Annotated[
         Share,
         Setting(
-            "Of both, what the requests of one tenant (X-Tenant) may take, so that others find room.",
+            "Of both, what the requests of one tenant (of the API key, else X-Tenant) may take, so that "
+            "others find room.",
             group="Admission",
         ),
     ] = 1.0
+    insecure: Annotated[
+        bool,
+        Setting(
+            "Serve other machines without TLS or without keys, where a proxy or a network policy guards "
+            "the ports.",
+            group="Access",
+        ),
+    ] = False
+    api_keys: Annotated[
+        FilePath | None,
+        Setting(
+            "YAML file of the API keys that clients must send, with their tenants. A changed file is read "
+            "while serving.",
+            rule="a file of keys that only its user may read",
+            group="Access",
+            metavar="FILE",
+        ),
+    ] = None
+    tls_cert: Annotated[
+        FilePath | None,
+        Setting(
+            "PEM file of the server's certificate, then those that signed it: gRPC, HTTP and metrics "
+            "speak TLS. Changed files are read while serving.",
+            rule="a PEM file of certificates",
+            group="Access",
+            metavar="FILE",
+        ),
+    ] = None
+    tls_key: Annotated[
+        FilePath | None,
+        Setting(
+            "PEM file of its private key, without a passphrase.",
+            rule="a PEM file that only its user may read",
+            group="Access",
+            metavar="FILE",
+        ),
+    ] = None
+    tls_client_ca: Annotated[
+        FilePath | None,
+        Setting(
+            "PEM file of certificates: clients must have one that these signed.",
+            rule="a PEM file of certificates",
+            group="Access",
+            metavar="FILE",
+        ),
+    ] = None
 
     def ports_by_flag(self) -> dict[str, int | None]:
         """The ports to listen on by the flags that give them; 0: a free one, None: not served."""

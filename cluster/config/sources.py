@@ -17,6 +17,7 @@ from cluster.config.setting import PREFIX, declared, flag_name
 from kernels_integration.errors import ConfigError, kind_of, shown
 
 OTHER_VARIABLES = {
+    "LATENTRAY_API_KEY": "the key that `status` and `generate` send where --api-key is not given",
     "LATENTRAY_CONFIG": "the YAML file of settings that is read where --config is not given",
     "LATENTRAY_SERVER": "the server (HOST:PORT) that `status` and `generate` ask where --server is not given",
 }

@@ -10,6 +10,7 @@ from actors.actor_process import Node, this_node
 from actors.config import GroupConfig
 from actors.gcs_watch import end_with_gcs
 from actors.logs import LogSettings, start_logging
+from cluster.access.access import AccessFiles
 from cluster.answering.admission import NO_LIMITS, Limits
 from cluster.answering.group import Drained, Groups
 from cluster.answering.group_client import GroupClient
@@ -35,6 +36,7 @@ class GatewayActor:
         logs: LogSettings | None = None,
         actors_by_node: Mapping[str, str] | None = None,
         limits: Limits = NO_LIMITS,
+        access: AccessFiles | None = None,
     ) -> None:
         self._log_folder = None if logs is None else start_logging(logs, "gateway")
         self._config = config
@@ -47,6 +49,7 @@ class GatewayActor:
         self._http_port = http_port
         self._actors_by_node = actors_by_node
         self._limits = limits
+        self._access = access
         self._server: GatewayServer | None = None
         self._desk = ControlDesk()
 
@@ -67,6 +70,7 @@ class GatewayActor:
             actors_by_node=self._actors_by_node,
             limits=self._limits,
             desk=self._desk,
+            access=self._access,
         )
         await self._server.start()
         return self._server.address

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from cluster.access.tls import ServerTls
 from kernels_integration.errors import ConfigError
 
 _OPENMETRICS = "application/openmetrics-text"
@@ -19,12 +20,12 @@ class MetricsServer:
         self._registry = registry
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, tls: ServerTls | None = None) -> int:
         """Listen; the port (a free one for 0). Errors: ConfigError when it cannot be had."""
         application = web.Application()
         application.router.add_get("/metrics", self._metrics)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
-        port = await listen(runner, host, port, what="metrics", flag="--metrics-port")
+        port = await listen(runner, host, port, what="metrics", flag="--metrics-port", tls=tls)
         self._runner = runner
         return port
 
@@ -36,11 +37,13 @@ class MetricsServer:
         return metrics_response(self._registry, request)
 
 
-async def listen(runner: web.AppRunner, host: str, port: int, *, what: str, flag: str) -> int:
+async def listen(
+    runner: web.AppRunner, host: str, port: int, *, what: str, flag: str, tls: ServerTls | None = None
+) -> int:
     """The port (a free one for 0). Errors: ConfigError when it cannot be had; the runner is then cleaned."""
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=None if tls is None else tls.context).start()
     except OSError as error:
         await runner.cleanup()
         raise ConfigError(

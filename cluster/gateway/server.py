@@ -12,11 +12,13 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from actors.config import GroupConfig
 from actors.sampling_params import MAX_VOCABULARY
+from cluster.access.access import Access, AccessFiles
 from cluster.answering.admission import NO_LIMITS, Limits
 from cluster.answering.answering import Answering
 from cluster.answering.group import Group, Groups
 from cluster.control.desk import ControlDesk
 from cluster.frontend.front_end import ModelFrontend
+from cluster.gateway.authentication import RequireKey
 from cluster.gateway.control_service import add_control
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.malformed import RefuseMalformed
@@ -58,9 +60,14 @@ class GatewayServer:
         actors_by_node: Mapping[str, str] | None = None,
         limits: Limits = NO_LIMITS,
         desk: ControlDesk | None = None,
+        access: AccessFiles | None = None,
     ) -> None:
         """actors_by_node: what `latentray status` shows of where the groups run. limits: of what waits.
-        desk: takes operators' orders; None: nobody carries them out."""
+
+        desk: takes operators' orders; None: nobody carries them out. access: who is served; None: everybody
+        who reaches the ports. Errors: ConfigError for its files.
+        """
+        self._access = Access(access or AccessFiles())
         self._host = host
         self.port = port
         """0 until start() has taken a free one."""
@@ -109,8 +116,10 @@ class GatewayServer:
     async def start(self) -> None:
         """Listen. Errors: ConfigError when the port is taken or the host is not this machine's."""
         require_free(self._host, self.port)
+        keys, tls, metrics = self._access.keys, self._access.tls, self._servicer.metrics
+        malformed = RefuseMalformed(_SERVICE, _bounds_of(self._frontend), metrics)
         server = aio.server(
-            interceptors=(RefuseMalformed(_SERVICE, _bounds_of(self._frontend), self._servicer.metrics),),
+            interceptors=(malformed,) if keys is None else (RequireKey(keys, metrics), malformed),
             options=server_options(self._max_message_bytes),
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, server)
@@ -119,15 +128,18 @@ class GatewayServer:
             add_control(self._desk, server)
         add_reflection((SERVICE_NAME, health.SERVICE_NAME), server)
         try:
-            self.port = server.add_insecure_port(self.address)
+            if tls is None:
+                self.port = server.add_insecure_port(self.address)
+            else:
+                self.port = server.add_secure_port(self.address, tls.grpc_credentials())
         except RuntimeError as error:
             raise _cannot_listen(self._host, self.port, str(error)) from error
         if self.metrics_port is not None:
             # Not at the top: aiohttp takes half a second to import, and few serve metrics.
             from cluster.gateway.metrics_server import MetricsServer
 
-            self._metrics_server = MetricsServer(self._servicer.metrics.registry)
-            self.metrics_port = await self._metrics_server.start(self._host, self.metrics_port)
+            self._metrics_server = MetricsServer(metrics.registry)
+            self.metrics_port = await self._metrics_server.start(self._host, self.metrics_port, tls)
         if self.http_port is not None:
             from cluster.http.server import HttpServer
 
@@ -136,14 +148,19 @@ class GatewayServer:
                 answering=self._answering,
                 config=self._config,
                 health=self._health,
-                metrics=self._servicer.metrics,
+                metrics=metrics,
+                keys=keys,
                 status=self._status.read,
                 max_body_bytes=self._max_message_bytes,
             )
-            self.http_port = await self._http_server.start(self._host, self.http_port)
+            self.http_port = await self._http_server.start(self._host, self.http_port, tls)
         await server.start()
         self._server = server
-        beside = (self._servicer.loads.sample_groups(), log_stats(self._answering.groups))
+        beside = (
+            self._access.follow(),
+            self._servicer.loads.sample_groups(),
+            log_stats(self._answering.groups),
+        )
         self._beside = [asyncio.create_task(work) for work in beside]
 
     async def wait(self) -> None:

@@ -23,6 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from actors.config import GroupConfig
 from actors.requests import Request
 from actors.stats import GroupStats
+from cluster.access.principal import current_principal
 from cluster.answering.answering import Answering
 from cluster.answering.live_requests import LiveRequest
 from cluster.frontend.front_end import ModelFrontend
@@ -93,10 +94,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             self._last_received_at_s = time.time()
             request_id = request.request_id or f"generate-{uuid.uuid4().hex}"
             with recorded(request_id, self.metrics, context.time_remaining) as record:
+                principal = current_principal()
                 async with self._answering.admit(
                     request_id,
+                    principal=principal,
                     client=_host_of(context.peer()),
-                    tenant=parameters.tenant_of(context.invocation_metadata() or ()),
+                    tenant=principal.tenant or parameters.tenant_of(context.invocation_metadata() or ()),
                     time_left_s=context.time_remaining(),
                 ) as live:
                     await self._generate(live, request, record, context)
@@ -149,9 +152,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Abort(  # noqa: N802
         self, request: pb.AbortRequest, context: aio.ServicerContext
     ) -> pb.AbortResponse:
-        """Ends the requests' Generate calls with CANCELLED, whether or not the group still answers."""
+        """Ends the caller's requests: their Generate calls with CANCELLED, whether or not the group still
+        answers. Those of another tenant are unknown here.
+        """
         async with errors_as_status(context, "Abort"):
-            self._answering.abort(request.request_ids)
+            self._answering.abort(request.request_ids, principal=current_principal())
         return pb.AbortResponse()
 
     async def HealthCheck(  # noqa: N802

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from actors.requests import Request, RequestUpdate
+from cluster.access.principal import current_principal
 from cluster.answering.answering import Answering
 from cluster.errors import for_client
 from cluster.frontend.front_end import ModelFrontend
@@ -61,10 +62,12 @@ class Completions:
         try:
             with recorded(request_id, self._metrics, time_left_s) as record:
                 http[IS_RECORDED] = True
+                principal = current_principal()
                 async with self._answering.admit(
                     request_id,
+                    principal=principal,
                     client=http.remote or "",
-                    tenant=checked_tenant(http.headers.get(TENANT_HEADER, "")),
+                    tenant=principal.tenant or checked_tenant(http.headers.get(TENANT_HEADER, "")),
                     time_left_s=time_left_s(),
                 ) as live:
                     body = parse_body(http.path, await self._bodies.json_object(http), may_stream=True)

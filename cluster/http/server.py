@@ -10,11 +10,14 @@ from aiohttp import web
 
 from actors.config import GroupConfig
 from cluster import __version__
+from cluster.access.api_keys import ApiKeys
+from cluster.access.tls import ServerTls
 from cluster.answering.answering import Answering
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.metrics_server import listen, metrics_response
+from cluster.http.authentication import require_key
 from cluster.http.completions import Completions
 from cluster.http.connections import IDLE_S, LimitedRunner, max_connections
 from cluster.http.errors import in_envelope
@@ -45,6 +48,7 @@ class HttpServer:
         metrics: GatewayMetrics,
         status: Callable[[], dict[str, Any]],
         max_body_bytes: int,
+        keys: ApiKeys | None = None,
     ) -> None:
         self._frontend = frontend
         self._config = config
@@ -56,7 +60,7 @@ class HttpServer:
             frontend=frontend, answering=answering, metrics=metrics, bodies=self._bodies
         )
         self._app = web.Application(
-            middlewares=[record_refusals(metrics), in_envelope(max_body_bytes)],
+            middlewares=[record_refusals(metrics), in_envelope(max_body_bytes), require_key(keys)],
             client_max_size=max_body_bytes,
         )
         for path in ENDPOINTS:
@@ -77,7 +81,7 @@ class HttpServer:
         StatusPage(status).add_to(self._app.router)
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, tls: ServerTls | None = None) -> int:
         """Listen; the port (a free one for 0). Errors: ConfigError when it cannot be had."""
         runner = LimitedRunner(
             self._app,
@@ -90,7 +94,7 @@ class HttpServer:
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
         )
-        port = await listen(runner, host, port, what="HTTP", flag="--http-port")
+        port = await listen(runner, host, port, what="HTTP", flag="--http-port", tls=tls)
         self._runner = runner
         return port
 

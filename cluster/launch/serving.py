@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from actors.config import GroupConfig
+from cluster.access.access import Access, AccessFiles
+from cluster.access.exposure import require_protected
 from cluster.answering.admission import Limits
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
@@ -152,6 +154,9 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     Errors: ConfigError, CheckpointError, ClusterTooSmallError, UnavailableError. Nothing is left behind.
     """
     config = resolve(args)
+    require_protected(args)
+    access = AccessFiles.of(args)
+    Access(access)  # their faults are told at once
     # told in the first second, not after the model has loaded
     require_free_ports(args.host, args.ports_by_flag())
     require_memory(config, address=args.address, num_groups=args.num_groups)
@@ -178,6 +183,7 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
                 max_tenant_share=args.max_tenant_share,
                 by_priority=config.scheduling_policy == "priority",
             ),
+            access,
         )
         for number, group in enumerate(groups):
             group.follow(GatewayFollower(gateway, number))

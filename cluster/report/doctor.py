@@ -23,6 +23,7 @@ Status = Literal["ok", "warn", "fail"]
 
 DISTRIBUTIONS = (
     "aiohttp",
+    "cryptography",
     "fsspec",
     "grpcio",
     "grpcio-health-checking",

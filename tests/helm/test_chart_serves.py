@@ -63,6 +63,7 @@ def pod(chart: Renderer, tmp_path: Path) -> Iterator[Pod]:
     port, http_port, metrics_port, gcs_port = _free_ports(4)
     config = {
         "host": "0.0.0.0",
+        "insecure": True,
         "port": port,
         "http-port": http_port,
         "metrics-port": metrics_port,
@@ -170,6 +171,7 @@ def test_a_server_without_cpus_takes_those_of_a_worker(chart: Renderer, tmp_path
     """Three nodes as the chart makes them: a head and a server without CPUs of Ray's account, a worker."""
     config = {
         "host": "0.0.0.0",
+        "insecure": True,
         "port": 50051,
         "http-port": 8000,
         "max-model-len": 256,

@@ -1,0 +1,1 @@
+"""Who may use a server: addresses that are served, API keys, certificates."""
