@@ -46,6 +46,8 @@ class GroupConfig:
     """Storage of the indexer keys: as dtype, or fp8. None: as the latent KV, and fp8 beside fp8_ds_mla."""
     device: Literal["cpu", "cuda"] = "cpu"
     """What the shards compute on."""
+    num_threads: int = 1
+    """CPU threads of each shard."""
     attention_backend: str = "torch"
     """auto, or one of the registry's."""
     deterministic: bool = False

@@ -82,17 +82,23 @@ class InlineGroup:
 
 
 class _ThreadedShards:
-    """One thread a rank. A rank that fails closes its collectives, which releases the others."""
+    """One thread a rank, and num_threads in its operators.
+
+    A rank that fails closes its collectives, which releases the others.
+    """
 
     def __init__(
         self,
         build: Callable[[int], Shard | DeviceShard],
         collectives: list[list[Collectives]],
         spans: list[Spans],
+        *,
+        num_threads: int,
     ) -> None:
         size = len(spans)
         self._spans = spans
         self._build = build
+        self._num_threads = num_threads
         self._collectives = collectives
         self._inboxes: list[queue.SimpleQueue[StepInput | None]] = [queue.SimpleQueue() for _ in range(size)]
         self._results: queue.SimpleQueue[StepOutput | Exception | None] = queue.SimpleQueue()
@@ -124,9 +130,7 @@ class _ThreadedShards:
             thread.join()
 
     def _run(self, rank: int) -> None:
-        if len(self._inboxes) > 1:
-            # The ranks share the cores: threads inside operators would only slow each other down.
-            torch.set_num_threads(1)
+        torch.set_num_threads(self._num_threads)  # torch keeps it per thread
         try:
             shard, spans = self._build(rank), self._spans[rank]
 
@@ -165,7 +169,8 @@ def _start_shards(config: GroupConfig, spans: list[Spans]) -> _ThreadedShards:
     def build(rank: int) -> Shard | DeviceShard:
         return build_shard(config, tp=tp[rank], dcp_comm=dcp[rank], spans=spans[rank])
 
-    return _ThreadedShards(build, [[tp[rank], dcp[rank]] for rank in range(topology.tp)], spans)
+    collectives = [[tp[rank], dcp[rank]] for rank in range(topology.tp)]
+    return _ThreadedShards(build, collectives, spans, num_threads=config.num_threads)
 
 
 def _collectives(size: int) -> list[Collectives]:

@@ -28,6 +28,7 @@ from cluster.config.values import (
     SmallCount,
     SpeculativeConfig,
     Text,
+    ThreadCount,
     parse_json,
 )
 
@@ -166,6 +167,14 @@ class EngineArgs(SettingsModel):
         bool,
         Setting("Whole routed experts on each shard, instead of a part of each expert.", group="Parallelism"),
     ] = False
+    threads: Annotated[
+        ThreadCount,
+        Setting(
+            "CPU threads of each shard, in loops that are long enough for them. auto: this machine's cores, "
+            "shared out among its shards; 1 on a cluster, where a shard reserves as many CPUs.",
+            group="Parallelism",
+        ),
+    ] = 1
 
     speculative_config: Annotated[
         SpeculativeConfig | None,

@@ -13,7 +13,8 @@ from actors.config import GroupConfig
 from actors.model.checkpoint_files import CheckpointFiles
 from actors.model.config import ModelConfig
 from actors.model.tensors import layer_of, layer_prefix
-from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
+from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs, ServeArgs
+from cluster.config.cores import threads_of_shard, usable_cores
 from cluster.config.gpu_memory import gpu_budget
 from cluster.config.sizes import format_size
 from kernels_integration.errors import CheckpointError, ConfigError
@@ -73,6 +74,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         "indexer_kv_dtype": indexer_kv_dtype,
         "device": device,
         "scheduling": _scheduling(args, device),
+        "num_threads": _num_threads(args, device),
         # Where it is auto the shard chooses: whether a backend can be used shows there.
         "attention_backend": args.attention_backend,
         "chat_template": _chat_template(args),
@@ -182,6 +184,24 @@ def _scheduling(args: EngineArgs, device: str) -> str:
     if args.scheduling != "auto":
         return args.scheduling
     return "deferred" if device == "cuda" else "sync"
+
+
+def _num_threads(args: EngineArgs, device: str) -> int:
+    """Of each shard. Two that wait for one core wait actively: a step becomes up to 80 times as slow."""
+    is_here = (args.address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+    if args.threads is None and (device != "cpu" or not is_here):
+        return 1
+    num_cores = usable_cores()
+    num_shards = args.tensor_parallel_size * (args.num_groups if isinstance(args, ServeArgs) else 1)
+    if args.threads is None:
+        return threads_of_shard(num_cores, num_shards)
+    if is_here and args.threads > 1 and args.threads * num_shards > num_cores:
+        raise ConfigError(
+            f"threads {args.threads} for each of {num_shards} shards are more than the {num_cores} cores of "
+            "this machine, and would wait for each other; use auto, or 1 to "
+            f"{threads_of_shard(num_cores, num_shards)}"
+        )
+    return args.threads
 
 
 def _finds_gpu() -> bool:

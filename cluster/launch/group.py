@@ -32,14 +32,12 @@ def launch_group(
     *,
     address: str | None = None,
     progress: Progress = lambda message: None,
-    num_threads: int = 1,
     placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
     with_gateway: bool = False,
 ) -> "GroupHandle":
     """Start a coordinator and its shards; returns when tokens can be produced.
 
     address: as in RaySession. progress: called with what is waited for, about once a second.
-    num_threads: CPU threads of a shard; more than one pays only with cores of its own.
     with_gateway: reserve a place for a gateway on this node too; see GroupHandle.start_gateway.
     Errors: ClusterTooSmallError, UnavailableError, and what the shards raise while loading
     (CheckpointError, ConfigError). Nothing is left behind after an error.
@@ -49,7 +47,6 @@ def launch_group(
         1,
         address=address,
         progress=progress,
-        num_threads=num_threads,
         placement_timeout_s=placement_timeout_s,
         with_gateway=with_gateway,
     )
@@ -62,7 +59,6 @@ def launch_groups(
     *,
     address: str | None = None,
     progress: Progress = lambda message: None,
-    num_threads: int = 1,
     placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
     with_gateway: bool = False,
 ) -> "list[GroupHandle]":
@@ -86,10 +82,12 @@ def launch_groups(
                 session = RaySession(address)
             title = f"group {number} " if num_groups > 1 else ""
             group = RunningGroup(
-                session, config, logs=logs, title=title, progress=progress, num_threads=num_threads
+                session, config, logs=logs, title=title, progress=progress, num_threads=config.num_threads
             )
             groups.append(group)
-            bundles = placement.bundles_of(config.tensor_parallel_size)
+            # a local Ray is its own: who chose the threads has counted the cores
+            cpus_of_shard = 1 if session.is_local else config.num_threads
+            bundles = placement.bundles_of(config.tensor_parallel_size, cpus_of_shard)
             if with_gateway and number == 0:
                 bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
             group.place(bundles, placement_timeout_s)

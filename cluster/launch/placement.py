@@ -47,9 +47,10 @@ class NodeCapacity:
     total: float
 
 
-def bundles_of(num_shards: int) -> list[Bundle]:
+def bundles_of(num_shards: int, cpus_of_shard: int = 1) -> list[Bundle]:
     """The coordinator's bundle, then one per shard."""
-    return [Bundle("the coordinator", 1), *(Bundle(f"shard {rank}", 1) for rank in range(num_shards))]
+    shards = (Bundle(f"shard {rank}", cpus_of_shard) for rank in range(num_shards))
+    return [Bundle("the coordinator", 1), *shards]
 
 
 def gateway_bundle(node_id: str) -> Bundle:

@@ -226,7 +226,7 @@ def _room(args: ServeArgs) -> Check:
 
     from cluster.launch import placement
 
-    bundles = args.num_groups * placement.bundles_of(args.tensor_parallel_size)
+    bundles = args.num_groups * placement.bundles_of(args.tensor_parallel_size, args.threads or 1)
     bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
     shortage = placement.describe_shortage(bundles, placement.node_capacities())
     fits = "fits on no node" not in shortage
