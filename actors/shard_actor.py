@@ -41,7 +41,8 @@ class ShardActor(ActorProcess):
         from actors.shard_loop import ShardLoop
 
         if self._loop is None:
-            self._loop = ShardLoop(functools.partial(build_shard, progress=self._load_progress))
+            build = functools.partial(build_shard, progress=self._load_progress, prepares_grammars=True)
+            self._loop = ShardLoop(build)
         self._loop.load(dataclasses.replace(spec, config=to_local(spec.config)))
 
     def load_progress(self) -> LoadState:

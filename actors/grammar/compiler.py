@@ -4,8 +4,10 @@ What a grammar's parse needs is made at once; the masks of its states are made w
 compiling takes about a millisecond and a step never waits for masks that nobody asks for.
 """
 
+import importlib.util
 import json
 import logging
+import threading
 from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +28,15 @@ CACHE_BYTES = 2**28
 """Of compiled grammars that nobody uses, and as many of xgrammar's own parts of them."""
 MAX_WHITESPACE = 2
 """Characters in a row between the parts of JSON: one may indent, but not for ever."""
+PREPARE_AFTER_S = 10.0
+"""What starts then takes a second of a core: the start, and whoever ends before, have better use for it."""
 
 
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary, each once while it is in use or lately was. Not thread-safe.
+    """Compiles constraints for one vocabulary, each once while it is in use or lately was.
 
-    The first one takes seconds: xgrammar is imported and the vocabulary read.
+    For any number of threads. The first constraint takes seconds, unless it is prepared: xgrammar is
+    imported and the vocabulary read.
     """
 
     def __init__(self, model_path: str | Path, vocab_size: int) -> None:
@@ -41,6 +46,22 @@ class GrammarCompiler:
         """The last used one stands last."""
         self._backends: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
         """By the special tokens that count as text: the few sets that forms of tool calls name."""
+        self._preparing = threading.Lock()
+        self._keeping = threading.Lock()
+        """Of `_compiled`. Nobody compiles under it: what compiles for ever holds up nobody."""
+
+    def prepare(self) -> None:
+        """What all constraints need, once. Errors: ImportError without xgrammar."""
+        with self._preparing:
+            self._backend(())
+
+    def prepare_soon(self) -> None:
+        """The same on a thread of its own, once the start is over. Without xgrammar nothing."""
+        if importlib.util.find_spec("xgrammar") is None:
+            return
+        timer = threading.Timer(PREPARE_AFTER_S, self.prepare)
+        timer.daemon = True
+        timer.start()
 
     def matcher(self, constraint: StructuredOutputs, end_token_ids: tuple[int, ...]) -> SequenceMatcher:
         """A sequence at its beginning. Errors: as `compile`."""
@@ -52,13 +73,15 @@ class GrammarCompiler:
 
     def compile(self, constraint: StructuredOutputs) -> "xgrammar.CompiledGrammar":
         """Errors: RuntimeError in xgrammar's words; ImportError without xgrammar."""
-        found = self._compiled.get(constraint)
+        with self._keeping:
+            found = self._compiled.get(constraint)
         if found is None:
             found = self._compile(constraint)
+        with self._keeping:
             self._compiled[constraint] = found
-        self._compiled.move_to_end(constraint)
-        while len(self._compiled) > 1 and self._num_bytes() > CACHE_BYTES:
-            self._compiled.popitem(last=False)
+            self._compiled.move_to_end(constraint)
+            while len(self._compiled) > 1 and self._num_bytes() > CACHE_BYTES:
+                self._compiled.popitem(last=False)
         return found
 
     def _num_bytes(self) -> int:

@@ -41,6 +41,11 @@ class SequenceMatcher:
         if refused and not self._matcher.is_terminated():
             raise ValueError(f"the grammar does not allow token {tokens[-refused]} here")
 
+    def accepts(self, token: int) -> bool:
+        """Whether the parse itself goes on with this token."""
+        self._go_behind([token])
+        return self._num_accepted == 1
+
     def legal(self, drafts: Sequence[int]) -> Uint8s | None:
         """Bits, by token id, least significant first, of what may follow committed tokens and drafts; None:
         anything. The caller copies them: the next call may write them anew.

@@ -36,13 +36,14 @@ def build_shard(
     spans: Spans | None = None,
     progress: LoadProgress | None = None,
     fixed_shapes: bool | None = None,
+    prepares_grammars: bool = False,
 ) -> Shard | DeviceShard:
     """Load this rank's slice of the checkpoint and allocate its KV cache.
 
     tp: all ranks of the group; dcp_comm: the ranks of this rank's DCP group (consecutive TP ranks).
     spans: where the rank's time is recorded, if config.trace. progress: told of the bytes of the weights.
     fixed_shapes: steps whose shapes the host knows (`DeviceShard`, coupled acceptance only); None: where
-    the backend computes on a device of its own.
+    the backend computes on a device of its own. prepares_grammars: soon, so that no request waits for it.
     Errors: CheckpointError naming every tensor that does not fit; ConfigError for a KV cache, or a state of
     requests, that memory does not hold.
     """
@@ -56,6 +57,8 @@ def build_shard(
     taken.append(_allocated(model))
     shard = assemble(config, model, cache, tp=tp, dcp=dcp, spans=spans, fixed_shapes=fixed_shapes)
     taken.append(_allocated(model))
+    if prepares_grammars:
+        shard.compiler.prepare_soon()
     if model.backend.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         names = ("weights", "KV cache", "state")

@@ -98,11 +98,12 @@ class DeviceShard:
         is_capturable = model.backend.is_capturable and boundary.device.type == "cuda" and tp.size == 1
         self._graphs = DecodeGraphs(self._passes) if is_capturable else None
         vocab_start, slice_size = model.vocab_start, -(-model.config.vocab_size // tp.size)
+        self.compiler = GrammarCompiler(config.model_path, model.config.vocab_size)
         self._rules = SlotRules(
             vocab_start=vocab_start,
             slice_size=slice_size,
             boundary=boundary,
-            compiler=GrammarCompiler(config.model_path, model.config.vocab_size),
+            compiler=self.compiler,
         )
         self._prompt_logprobs = PromptLogprobs(
             vocab_start=vocab_start, slice_size=slice_size, boundary=boundary

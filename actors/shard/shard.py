@@ -70,12 +70,13 @@ class Shard:
             boundary=boundary,
         )
         slice_size = len(config.topology.vocabulary(model.config.vocab_size, tp.rank))
+        self.compiler = GrammarCompiler(config.model_path, model.config.vocab_size)
         self._sampling = SamplingState(
             config.max_num_seqs,
             vocab_start=model.vocab_start,
             slice_size=slice_size,
             boundary=boundary,
-            compiler=GrammarCompiler(config.model_path, model.config.vocab_size),
+            compiler=self.compiler,
         )
         self._sampler = make_sampler(config, self._sampling, model.vocab_start, tp, boundary)
         self._prompt_logprobs = PromptLogprobs(

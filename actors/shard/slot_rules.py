@@ -163,6 +163,10 @@ class SlotRules:
         try:
             assert self._grammars is not None, "this shard was given no compiler of grammars"
             self._grammars.admit(admission.slot, admission.sampling)
+        except TimeoutError as error:
+            logger.warning("the grammar of slot %d cannot be had: %s", admission.slot, error)
+            self.fail(admission.slot)
+            return False
         except Exception:
             logger.exception("the grammar of slot %d cannot be had", admission.slot)
             self.fail(admission.slot)
@@ -182,11 +186,7 @@ class SlotRules:
 
     def _append(self, slot: int, rules: _Slot, tokens: NDArray[np.int32]) -> None:
         if self._grammars is not None:
-            try:
-                self._grammars.append(slot, tokens.tolist())
-            except ValueError:  # behind a row that gave no token: the request has failed
-                self.fail(slot)
-                return
+            self._grammars.append(slot, tokens.tolist())
         if rules.bad_words:
             rules.completion += tokens.tolist()
         if rules.lane is not None:
@@ -237,19 +237,28 @@ class SlotRules:
         """Of the rows whose requests have grammars; slots whose grammars fail, fail here."""
         if self._grammars is None:
             return None
-        found: list[tuple[int, NDArray[np.uint8]]] = []
+        rows: dict[int, list[int]] = {}
         for row, slot in enumerate(slots):
             rules = self._slots.get(slot)
-            if rules is None or rules.spec.structured_outputs is None:
-                continue
+            if rules is not None and rules.spec.structured_outputs is not None:
+                rows.setdefault(slot, []).append(row)
+        asked = {
+            slot: self._grammars.ask(slot, [drafts[row].tolist() for row in own])
+            for slot, own in rows.items()
+        }
+        found: list[tuple[int, NDArray[np.uint8]]] = []
+        for slot, own in rows.items():
             try:
-                bits = self._grammars.legal(slot, drafts[row].tolist())
+                masks = self._grammars.answer(asked[slot])
+            except (TimeoutError, ValueError) as error:
+                # Too slow; or behind a row that gave no token: the request has failed.
+                logger.warning("the grammar of slot %d cannot be applied: %s", slot, error)
+                self.fail(slot)
             except Exception:
                 logger.exception("the grammar of slot %d cannot be applied", slot)
                 self.fail(slot)
-                continue
-            if bits is not None:
-                found.append((row, bits))
+            else:
+                found += [(row, bits) for row, bits in zip(own, masks, strict=True) if bits is not None]
         if not found:
             return None
         return TokenMasks(

@@ -17,7 +17,8 @@ from cluster.frontend.json_schema import passed_over
 from cluster.frontend.regex_errors import in_terms_of_regex
 from kernels_integration.errors import InvalidRequestError, shortened
 
-COMPILE_CPU_S = 1.0
+TRIAL_CPU_S = 2.0
+"""That compiling and the first masks may take; then the process that does it ends."""
 MEMORY_BYTES = 2**30
 """That compiling may take."""
 MAX_COMPILED_BYTES = 2**24
@@ -32,7 +33,7 @@ class GrammarCheck:
     def __init__(self, model_path: str | Path, vocab_size: int) -> None:
         self._process = BoundedProcess(
             "cluster.frontend.grammar_worker",
-            (str(model_path), vocab_size, COMPILE_CPU_S, MEMORY_BYTES, MAX_COMPILED_BYTES),
+            (str(model_path), vocab_size, TRIAL_CPU_S, MEMORY_BYTES, MAX_COMPILED_BYTES),
             purpose="to compile grammars",
         )
         self._lock = threading.Lock()
@@ -75,7 +76,7 @@ class GrammarCheck:
             error: str | None = answer["error"]
             return None if error is None else shortened(in_terms_of_regex(constraint, error))
         if is_out_of_time(answer):
-            return f"it takes more than {COMPILE_CPU_S:g} s to compile"
+            return f"it takes more than {TRIAL_CPU_S:g} s of CPU time to compile and to try"
         return f"the process that compiled it ended (exit code {answer}), which may take {MEMORY_BYTES} bytes"
 
 

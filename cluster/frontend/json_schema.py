@@ -87,6 +87,9 @@ def _problem(node: Mapping[str, Any]) -> str | None:
         return "uniqueItems is not enforced; write the schema without it"
     if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
         return f"allOf of {len(node['allOf'])} schemas is not enforced; write them as one"
+    for name in ("anyOf", "oneOf", "allOf"):
+        if node.get(name) == []:
+            return f"{name} is empty and would be passed over; name a schema, or leave it out"
     first = next((name for name in _ALONE if name in node), None)
     beside = sorted(name for name in node if name in _DEMANDS and name != first)
     if first is not None:

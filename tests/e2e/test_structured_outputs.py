@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from actors import inline_group
 from actors.inline_group import InlineGroup
 from actors.requests import Progress, Request
+from actors.shard import slot_grammars
 from actors.shard.build import build_shard
 from tests.support.groups import EOS, Collected, group_config, load_tokenizer, request, run, text_prompts
 
@@ -238,6 +239,29 @@ def test_a_grammar_that_shards_cannot_have_fails_its_own_request(group: InlineGr
     collected = run(group, asked)
     assert collected["broken"].failed is not None
     assert collected["whole"].failed is None
+
+
+@pytest.mark.parametrize(
+    "constraint", [{"regex": "(.?){4000}"}, {"grammar": "root ::= root root root | [a-z ]"}]
+)
+def test_a_grammar_that_takes_too_long_fails_its_own_request(
+    streams: dict[str, tuple[list[int], Any]], constraint: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Front ends refuse it; one that came past them ends nobody else, whose tokens are the same."""
+    monkeypatch.setattr(slot_grammars, "MAX_CALL_S", 0.05)
+    group = InlineGroup(group_config(num_speculative_tokens=3, tensor_parallel_size=2))
+    slow = request(
+        "slow", text_prompts([40])[0], max_tokens=200, temperature=1.0, structured_outputs=constraint
+    )
+    healthy = [r for r in requests() if r.request_id in ("tag-sampled", "free")]
+    collected = run(group, [slow, *healthy])
+    group.close()
+    failed = collected["slow"].failed
+    assert failed is not None
+    assert failed.code == "invalid_request"
+    assert "structured_outputs takes too much time" in failed.message
+    for one in healthy:
+        assert told({one.request_id: collected[one.request_id]})[one.request_id] == streams[one.request_id]
 
 
 def test_a_request_with_a_grammar_has_one_token_step_in_flight() -> None:

@@ -88,19 +88,86 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(
 @pytest.mark.slow
 @needs_xgrammar
 def test_what_is_too_slow_or_too_large_to_compile_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "COMPILE_CPU_S", 0.3)
+    monkeypatch.setattr(grammar_check, "TRIAL_CPU_S", 0.3)
     monkeypatch.setattr(grammar_check, "MAX_COMPILED_BYTES", 100_000)
     narrow = GrammarCheck(TINY_DSA, 6144)
     many = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(400)}}
     for constraint, words in [
         ({"json": {"enum": [f"w{i * i}" for i in range(5000)]}}, r"it has \d+ bytes, which may be 100000"),
         ({"regex": "a+"}, None),
-        ({"json": many | {"minProperties": 150, "maxProperties": 300}}, r"takes more than 0.3 s to compile"),
+        (
+            {"json": many | {"minProperties": 150, "maxProperties": 300}},
+            r"takes more than 0.3 s of CPU time to compile",
+        ),
     ]:
         refused = pytest.raises(InvalidRequestError, match=words) if words else contextlib.nullcontext()
         with refused:
             narrow.require_enforceable(StructuredOutputs.of(**constraint))
     narrow.close()
+
+
+@needs_xgrammar
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ({"regex": "(.?){4000}"}, "a token of it takes"),
+        ({"grammar": 'root ::= root root root | root root | [a-z ] | ""'}, "takes"),
+        # masks that allow what the parse refuses
+        ({"regex": "[一-龥 ]{1,200}x"}, "at odds with its parse"),
+        ({"json": {"type": "string", "pattern": "^[一-龥]{1,200}$"}}, "at odds with its parse"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_a_shard_could_not_follow_in_time_is_refused(
+    check: GrammarCheck, constraint: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        check.require_enforceable(StructuredOutputs.of(**constraint))
+
+
+HARMLESS: dict[str, dict[str, Any]] = {
+    "long strings": {"json": {"type": "string", "minLength": 1_000_000}},
+    "many names": {"json": nested({"properties": {f"p{i}": {"type": "string"} for i in range(1000)}})},
+    "many values": {"json": {"enum": [f"v{i}" for i in range(9000)]}},
+    "a schema of itself": {
+        "json": {
+            "$defs": {
+                "a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}}, {"type": "integer"}]}
+            },
+            "$ref": "#/$defs/a",
+        }
+    },
+    "counted repeats": {"regex": "(a?){400}a{400}"},
+    "names of all letters": {
+        "json": {"type": "object", "properties": {f"é{chr(0x4E00 + i)}": {} for i in range(300)}}
+    },
+    "patterns of names": {
+        "json": {"type": "object", "patternProperties": {f"^a{i}.*b.*c$": {} for i in range(50)}}
+    },
+}
+
+
+@needs_xgrammar
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_large_and_can_be_followed_is_taken(check: GrammarCheck, name: str) -> None:
+    check.require_enforceable(StructuredOutputs.of(**HARMLESS[name]))
+
+
+@needs_xgrammar
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"type": "array", "minItems": 3, "maxItems": 2},
+        {"type": "string", "minLength": 3, "maxLength": 2},
+        {"enum": []},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+    ],
+    ids=str,
+)
+def test_what_no_text_satisfies_is_refused(check: GrammarCheck, schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be enforced"):
+        check.require_enforceable(StructuredOutputs.of(json=schema))
 
 
 @pytest.mark.slow
@@ -142,6 +209,8 @@ def test_without_xgrammar_the_request_is_refused_with_the_command(
         ),
         ({"enum": [1, "a"], "type": "string"}, "type beside enum"),
         ({"const": True, "type": "integer"}, "type beside const"),
+        ({"anyOf": []}, "anyOf is empty"),
+        ({"type": "integer", "oneOf": []}, "oneOf is empty"),
         ({"minimum": 3}, "minimum without type"),
         ({"required": ["a"]}, "required without type"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "pattern beside minLength, maxLength"),

@@ -119,6 +119,9 @@ def test_requests_without_rules_cost_nothing():
 class _Every:
     """A compiler whose grammars allow every n-th token: of another n behind each draft."""
 
+    def prepare(self) -> None:
+        pass
+
     def matcher(self, constraint: StructuredOutputs, end_token_ids: tuple[int, ...]) -> "_Every":
         self._num_committed = 0
         return self
