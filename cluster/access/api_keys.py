@@ -3,9 +3,10 @@
     keys:
       - tenant: search
         sha256: 5e884898da28047151d0e56f8dc6292773603d0d6aabbd62a11ef721d1542d8  # of the key
-        max-requests: 64
+        max-requests: 64           # at the same time, at each gateway
       - tenant: team-b
         key: sk-...                # 16 characters at least
+        operator: true             # may also drain and restart groups
 
 A tenant may have several keys, so that one can be replaced without a gap.
 """
@@ -38,6 +39,7 @@ class _Key(BaseModel):
     tenant: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     key: Annotated[StrictStr, Field(pattern=r"^[!-~]+$", min_length=MIN_KEY_CHARACTERS)] | None = None
     sha256: Annotated[StrictStr, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
+    operator: Annotated[bool, Field(strict=True)] = False
     max_requests: Annotated[int | None, Field(alias="max-requests", ge=1, strict=True)] = None
 
     @model_validator(mode="after")
@@ -82,13 +84,16 @@ def read_api_keys(path: str) -> Mapping[bytes, Principal]:
                 f"{FLAG} {path}: keys.{number} has another max-requests than tenant {key.tenant} has above; "
                 "a tenant has one limit for all of its keys"
             )
-        principals[key.digest] = Principal(key.tenant, key.max_requests)
+        principals[key.digest] = Principal(
+            key.tenant, is_operator=key.operator, max_requests=key.max_requests
+        )
     return principals
 
 
 _EXPECTED = (
     "it must hold a list `keys` of entries with tenant (letters, digits, ._-), key (printable ASCII, at "
-    f"least {MIN_KEY_CHARACTERS} characters) or sha256 (64 hexadecimal digits), and optionally max-requests"
+    f"least {MIN_KEY_CHARACTERS} characters) or sha256 (64 hexadecimal digits), optionally max-requests and "
+    "operator"
 )
 
 

@@ -10,11 +10,14 @@ class Principal:
 
     tenant: str = ""
     """Empty where the server asks for no key: all clients are one."""
+    is_operator: bool = True
+    """Whether it may give orders: drain, restart."""
     max_requests: int | None = None
     """How many of its requests run or wait at the same time at one gateway; None: any number."""
 
 
 ANYBODY = Principal()
+"""Everybody, where there are no keys."""
 
 _current: ContextVar[Principal] = ContextVar("principal", default=ANYBODY)
 

@@ -16,14 +16,8 @@ from cluster.cli.engine_flags import with_settings
 from cluster.cli.progress_line import ProgressLine
 from cluster.cli.prompts import contents, parse_template_kwargs, read_texts
 from cluster.cli.sampling_flags import with_sampling_flags
-from cluster.cli.server_flags import (
-    ApiKeyFlag,
-    TlsCaFlag,
-    TlsCertFlag,
-    TlsFlag,
-    TlsKeyFlag,
-    credentials,
-)
+from cluster.cli.server_flags import with_credentials
+from cluster.client.credentials import Credentials
 from cluster.config import EngineArgs, Settings
 from cluster.config.resolve import resolve
 from cluster.config.setting import flag_name
@@ -37,8 +31,10 @@ _SHOWN_BY_JSON = ("logprobs", "prompt_logprobs")
 
 @with_settings(EngineArgs)
 @with_sampling_flags
+@with_credentials
 def generate(
     settings: Settings[EngineArgs],
+    credentials: Credentials,
     sampling: dict[str, Any],
     prompts: Annotated[
         list[str] | None,
@@ -62,11 +58,6 @@ def generate(
             help="Ask a running server instead of starting an engine.",
         ),
     ] = None,
-    api_key: ApiKeyFlag = None,
-    tls: TlsFlag = False,
-    tls_ca: TlsCaFlag = None,
-    tls_cert: TlsCertFlag = None,
-    tls_key: TlsKeyFlag = None,
     executor: Annotated[
         str, typer.Option("--executor", metavar="NAME", help="inline: in this process, or ray.")
     ] = "inline",
@@ -84,10 +75,13 @@ def generate(
     check_executor(executor)
     template_kwargs = parse_template_kwargs(chat_template_kwargs, chat=chat)
     texts = read_texts(prompts or [])
+    if server is None and credentials.speaks_tls:
+        raise ConfigError(
+            "--tls, --tls-ca, --tls-cert and --tls-key are of a --server; give one, or leave them out"
+        )
     if server is not None:
         _refuse_engine_flags(settings)
-        shown = credentials(api_key, tls, tls_ca, tls_cert, tls_key)
-        frontend = frontend_of_server(server, shown)
+        frontend = frontend_of_server(server, credentials)
     else:
         config = resolve(settings.args)
         frontend = ModelFrontend.of_group(config)
@@ -97,7 +91,7 @@ def generate(
     show = print_json if as_json else AnswerPrinter(separated=len(asked) * params.n > 1)
     if server is not None:
         questions = [(content, _with_length(params, content, frontend)) for content in asked]
-        ask_server(server, shown, questions, show)
+        ask_server(server, credentials, questions, show)
         return
     requests = [
         frontend.build_request(str(i), content, params, default_max_tokens=DEFAULT_MAX_TOKENS)

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.server_flags import with_credentials
 from cluster.cli.status import ServerFlag
+from cluster.client.credentials import Credentials
 from cluster.control.command import Command
 from kernels_integration.errors import ConfigError
 
@@ -14,7 +16,9 @@ _WhereArgument = Annotated[
 ]
 
 
+@with_credentials
 def drain(
+    credentials: Credentials,
     where: _WhereArgument,
     server: ServerFlag = "127.0.0.1:50051",
     drain_timeout: Annotated[
@@ -31,15 +35,18 @@ def drain(
 
     Returns when nothing runs there. Its processes stay: `undrain` lets it serve again.
     """
-    _carry_out(server, Command(do="drain", where=where, drain_s=drain_timeout))
+    _carry_out(server, credentials, Command(do="drain", where=where, drain_s=drain_timeout))
 
 
-def undrain(where: _WhereArgument, server: ServerFlag = "127.0.0.1:50051") -> None:
+@with_credentials
+def undrain(credentials: Credentials, where: _WhereArgument, server: ServerFlag = "127.0.0.1:50051") -> None:
     """Let a drained group, or those of a node, serve again."""
-    _carry_out(server, Command(do="undrain", where=where))
+    _carry_out(server, credentials, Command(do="undrain", where=where))
 
 
+@with_credentials
 def restart(
+    credentials: Credentials,
     where: Annotated[
         str | None,
         typer.Argument(
@@ -78,11 +85,11 @@ def restart(
     if rolling == (where is not None):
         raise ConfigError("restart takes a group or node, or --rolling for all groups; give one of them")
     path = None if model is None else os.path.abspath(os.path.expanduser(model))
-    _carry_out(server, Command(do="restart", where=where, drain_s=drain_timeout, model=path))
+    _carry_out(server, credentials, Command(do="restart", where=where, drain_s=drain_timeout, model=path))
 
 
-def _carry_out(server: str, command: Command) -> None:
+def _carry_out(server: str, credentials: Credentials, command: Command) -> None:
     from cluster.control.client import carry_out
 
-    for text in carry_out(server, command):
+    for text in carry_out(server, command, credentials):
         typer.echo(text)

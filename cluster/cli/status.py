@@ -12,15 +12,9 @@ import typer
 
 from actors.stats import GroupStats
 from cluster.cli.group_figures import figures
-from cluster.cli.server_flags import (
-    ApiKeyFlag,
-    TlsCaFlag,
-    TlsCertFlag,
-    TlsFlag,
-    TlsKeyFlag,
-    credentials,
-)
+from cluster.cli.server_flags import with_credentials
 from cluster.cli.tables import print_table
+from cluster.client.credentials import Credentials
 from cluster.errors import EXIT_UNAVAILABLE
 
 ServerFlag = Annotated[
@@ -31,13 +25,10 @@ ServerFlag = Annotated[
 ]
 
 
+@with_credentials
 def status(
+    credentials: Credentials,
     server: ServerFlag = "127.0.0.1:50051",
-    api_key: ApiKeyFlag = None,
-    tls: TlsFlag = False,
-    tls_ca: TlsCaFlag = None,
-    tls_cert: TlsCertFlag = None,
-    tls_key: TlsKeyFlag = None,
     batch: Annotated[
         str | None,
         typer.Option(
@@ -63,9 +54,7 @@ def status(
         return
     from cluster.client import Client
 
-    with Client(
-        server, timeout_s=5.0, credentials=credentials(api_key, tls, tls_ca, tls_cert, tls_key)
-    ) as client:
+    with Client(server, timeout_s=5.0, credentials=credentials) as client:
         health = client.health()
         loads = client.loads()
         answer: dict[str, Any] = {

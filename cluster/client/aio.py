@@ -34,12 +34,7 @@ class AsyncClient:
         self._metadata = credentials.metadata
         self._decode = decode
         self._timeout_s = timeout_s
-        tls = credentials.of_channel()
-        self._channel = (
-            grpc.aio.insecure_channel(target, options=wire.CHANNEL_OPTIONS)
-            if tls is None
-            else grpc.aio.secure_channel(target, tls, options=wire.CHANNEL_OPTIONS)
-        )
+        self._channel = credentials.aio_channel(target)
         self._stub = vllm_engine_pb2_grpc.VllmEngineStub(self._channel)
         self._tokenizer: Tokenizer | None = None
         self._eos_token_ids: tuple[int, ...] = ()

@@ -7,6 +7,11 @@ import grpc
 
 from kernels_integration.errors import ConfigError
 
+CHANNEL_OPTIONS = (
+    # The server decides what is too large, and says by which flag.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+)
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -30,13 +35,31 @@ class Credentials:
             raise ConfigError("the API key is empty or has characters that no key has; pass printable ASCII")
 
     @property
+    def speaks_tls(self) -> bool:
+        return bool(self.tls or self.tls_ca or self.tls_cert)
+
+    @property
     def metadata(self) -> Metadata:
         """Of each call."""
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
+    def channel(self, target: str) -> grpc.Channel:
+        """A blocking one. Errors: ConfigError for a file that cannot be read."""
+        tls = self.of_channel()
+        if tls is None:
+            return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(target, tls, options=CHANNEL_OPTIONS)
+
+    def aio_channel(self, target: str) -> grpc.aio.Channel:
+        """Of the running event loop. Errors: as `channel`."""
+        tls = self.of_channel()
+        if tls is None:
+            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(target, tls, options=CHANNEL_OPTIONS)
+
     def of_channel(self) -> grpc.ChannelCredentials | None:
         """None: without TLS. Errors: ConfigError for a file that cannot be read."""
-        if not (self.tls or self.tls_ca or self.tls_cert):
+        if not self.speaks_tls:
             return None
         ca, key, cert = (
             None if path is None else _read(flag, path)

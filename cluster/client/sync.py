@@ -41,12 +41,7 @@ class Client:
         self._metadata = credentials.metadata
         self._decode = decode
         self._timeout_s = timeout_s
-        tls = credentials.of_channel()
-        self._channel = (
-            grpc.insecure_channel(target, options=wire.CHANNEL_OPTIONS)
-            if tls is None
-            else grpc.secure_channel(target, tls, options=wire.CHANNEL_OPTIONS)
-        )
+        self._channel = credentials.channel(target)
         self._stub = vllm_engine_pb2_grpc.VllmEngineStub(self._channel)
         self._tokenizer: Tokenizer | None = None
         self._eos_token_ids: tuple[int, ...] = ()

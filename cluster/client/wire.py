@@ -38,11 +38,6 @@ STATS_KEY = "latentray-stats"
 KV_BYTES_KEY = "latentray-kv-bytes-per-token"
 ACTORS_KEY = "latentray-actors-by-node"
 """Initial metadata of GetServerInfo."""
-CHANNEL_OPTIONS = (
-    # The server decides what is too large, and says by which flag.
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-)
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
 _RANGES = {

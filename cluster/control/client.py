@@ -6,20 +6,22 @@ import grpc
 import msgspec
 
 from cluster.client import wire
+from cluster.client.credentials import Credentials
 from cluster.control.command import METHOD, SERVICE, Command, Said
 from kernels_integration.errors import UnavailableError
 
 
-def carry_out(server: str, command: Command) -> Iterator[str]:
-    """What the server says while it carries the order out, to its end.
+def carry_out(server: str, command: Command, credentials: Credentials | None = None) -> Iterator[str]:
+    """What the server says while it carries the order out, to its end. credentials: of an operator.
 
     Errors: ConfigError for a target that is none; what the server refuses or fails with.
     """
     target = wire.check_target(server)
-    with grpc.insecure_channel(target, options=wire.CHANNEL_OPTIONS) as channel:
+    credentials = credentials or Credentials()
+    with credentials.channel(target) as channel:
         call = channel.unary_stream(f"/{SERVICE}/{METHOD}")
         try:
-            for data in call(msgspec.json.encode(command)):
+            for data in call(msgspec.json.encode(command), metadata=credentials.metadata):
                 yield msgspec.json.decode(data, type=Said).text
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:

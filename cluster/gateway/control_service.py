@@ -1,4 +1,7 @@
-"""Orders over gRPC, from this machine alone: who may start processes here may also ask for their end."""
+"""Orders over gRPC, from this machine alone: who may start processes here may also ask for their end.
+
+Where there are API keys, an operator's is needed too.
+"""
 
 from collections.abc import AsyncIterator
 
@@ -6,10 +9,11 @@ import grpc
 import msgspec
 from grpc import aio
 
+from cluster.access.principal import current_principal
 from cluster.control.command import METHOD, SERVICE, Command, Said
 from cluster.control.desk import ControlDesk
 from cluster.gateway.statuses import errors_as_status
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import InvalidApiKeyError, InvalidRequestError
 
 _LOCAL = ("ipv4:127.", "ipv6:[::1]:", "ipv6:%5B::1%5D:", "unix:")
 _MAX_BYTES = 64 * 1024
@@ -20,6 +24,11 @@ def add_control(desk: ControlDesk, server: aio.Server) -> None:
 
     async def carry_out(data: bytes, context: aio.ServicerContext) -> AsyncIterator[bytes]:
         async with errors_as_status(context, METHOD):
+            if not current_principal().is_operator:
+                raise InvalidApiKeyError(
+                    f"tenant {current_principal().tenant} gives no orders; send the key of an operator "
+                    "(`operator: true` in the file of keys)"
+                )
             async for text in desk.carry_out(_command(data, context.peer())):
                 yield msgspec.json.encode(Said(text=text))
 

@@ -15,6 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.access.access import AccessFiles
 from cluster.access.tls import TlsFiles
 from cluster.client import AsyncClient, Credentials
+from cluster.control.client import carry_out
+from cluster.control.command import Command
+from cluster.control.desk import ControlDesk
 from cluster.gateway import GatewayServer
 from kernels_integration.errors import (
     AbortedError,
@@ -113,6 +116,24 @@ async def test_http_answers_401_in_openais_envelope_and_leaves_probes_open(serve
             await client.models.list()
     async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=KEY_B, max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+async def test_only_an_operators_key_gives_orders(serve: Serve, keys: str) -> None:
+    desk = ControlDesk()
+    server = await serve(ScriptedGroup(), access=AccessFiles(api_keys=keys), desk=desk)
+
+    def give(key: str | None) -> list[str]:
+        command = Command(do="drain", where="0")
+        return list(carry_out(server.address, command, Credentials(api_key=key)))
+
+    for key, words in ((None, "is missing"), (WRONG, "not valid"), (KEY_A, "tenant a gives no orders")):
+        with pytest.raises(InvalidApiKeyError, match=words):
+            await asyncio.to_thread(give, key)
+    order = asyncio.create_task(desk.fetch())
+    given = asyncio.ensure_future(asyncio.to_thread(give, KEY_B))
+    assert (await order).where == "0", "it is the first order that arrived"
+    desk.end()
+    assert await given == []
 
 
 async def test_a_tenants_ids_are_its_own(serve: Serve, keys: str) -> None:

@@ -18,7 +18,7 @@ keys:
   - tenant: a
     key: {KEY_A}
     max-requests: 2
-  - {{tenant: b, sha256: {HASHED}}}
+  - {{tenant: b, sha256: {HASHED}, operator: true}}
 """
 
 
@@ -33,8 +33,8 @@ def write(path: Path, text: str, mode: int = 0o600) -> str:
 
 def test_a_key_is_its_tenants_plain_or_hashed(tmp_path: Path) -> None:
     keys = ApiKeys(write(tmp_path / "keys", TWO_TENANTS))
-    assert keys.principal_of(f"Bearer {KEY_A}") == Principal("a", 2)
-    assert keys.principal_of(f"bearer {KEY_B}") == Principal("b", None)
+    assert keys.principal_of(f"Bearer {KEY_A}") == Principal("a", is_operator=False, max_requests=2)
+    assert keys.principal_of(f"bearer {KEY_B}") == Principal("b", is_operator=True)
 
 
 @pytest.mark.parametrize(
