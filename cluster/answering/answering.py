@@ -20,6 +20,7 @@ from cluster.access.principal import ANYBODY, Principal
 from cluster.answering.admission import NO_LIMITS, Asked, Limits, refusal
 from cluster.answering.choices import choices
 from cluster.answering.group import Group, Groups, LetGoError
+from cluster.answering.inbox import Inbox
 from cluster.answering.live_requests import LiveRequest, LiveRequests
 from cluster.answering.movable_sequence import MovableSequence
 from kernels_integration.errors import (
@@ -34,6 +35,10 @@ MAX_MOVES = 16
 """Of one sequence, however far it came: groups that are lost so often are not to be kept busy."""
 MAX_MOVES_IN_VAIN = 3
 """A request that was on so many groups as they were lost, and got no token between, may be why."""
+_READS_TOO_SLOWLY = (
+    "the client reads so slowly that more of the answer waits for it than is kept; read faster, or ask for "
+    "fewer log probabilities, choices or tokens"
+)
 
 
 class Answering:
@@ -115,7 +120,8 @@ class Answering:
     async def answer(self, live: LiveRequest, request: Request) -> AsyncGenerator[RequestUpdate, None]:
         """The updates of all n sequences as they come; `index` says whose, the last has a finish_reason.
 
-        Tokens that may be part of a stop string are held until that is decided. Close the iterator to leave.
+        Tokens that may be part of a stop string are held until that is decided. What a slow reader has yet to
+        take is merged; beyond a bound its call ends with OverloadedError. Close the iterator to leave.
         A sequence whose group is lost goes on where it was, on another group or on the lost one's successor.
         Errors: OverloadedError; what the group refuses or fails with. When one sequence fails, all end.
         """
@@ -136,7 +142,7 @@ class Answering:
         self.live.require_room(live, len(sequences))
         self._require_admission(live, [sequence.request for sequence in sequences])
         running: dict[SequenceKey, MovableSequence] = {}
-        arrived: asyncio.Queue[tuple[MovableSequence, RequestUpdate | Exception]] = asyncio.Queue()
+        inbox = Inbox()
 
         def deliver(key: SequenceKey, update: RequestUpdate | Exception) -> None:
             sequence = running[key]
@@ -146,7 +152,8 @@ class Answering:
                 num_left[0] -= not isinstance(update, UnavailableError)  # which is not its end
                 if not num_left[0]:
                     self.live.answered(live)
-            arrived.put_nowait((sequence, update))
+            if not inbox.put(sequence, update):
+                self.live.end_one(live, OverloadedError(_READS_TOO_SLOWLY))
 
         def submit(sequence: MovableSequence, group: Group) -> None:
             running[sequence.key] = sequence
@@ -162,7 +169,7 @@ class Answering:
             for sequence in sequences:
                 submit(sequence, group)
             while num_unread:
-                sequence, update = await arrived.get()
+                sequence, update = await inbox.get()
                 if isinstance(update, UnavailableError):
                     submit(sequence, await self._next_group(sequence, update))
                 elif isinstance(update, Exception):

@@ -37,7 +37,7 @@ from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.gateway.statuses import errors_as_status
 from cluster.gateway.tokenizer_bundle import TokenizerBundle
 from cluster.report.kv_report import group_kv_bytes_per_token
-from kernels_integration.errors import InvalidRequestError
+from kernels_integration.errors import DeadlineExceededError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ _MAX_SHOWN_ID = 1024
 _LONG_TEXT = 8192
 """Characters; a few milliseconds of tokenising."""
 _TOKENIZING_THREADS = 2
+WRITE_TIMEOUT_S = 300.0
+"""A client that has read nothing for so long has gone."""
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
@@ -147,7 +149,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         require_message_fits(
             "the answer", message.ByteSize(), self._max_message_bytes, "ask with stream = true"
         )
-        await context.write(message)
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await context.write(message)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the client has read nothing of the answer for {WRITE_TIMEOUT_S:g} s; read faster"
+            ) from None
 
     async def Abort(  # noqa: N802
         self, request: pb.AbortRequest, context: aio.ServicerContext
