@@ -196,10 +196,9 @@ class TokenValues:
             raise ValueError
         _require_count(value, self.max_count)
         number = Number(self.low, self.high)
-        found = {
-            int(t) if isinstance(t, str) and t.isdecimal() and len(t) < 20 else t: number.accept(v)
-            for t, v in value.items()
-        }
+        found = {_token_id(t): number.accept(v) for t, v in value.items()}
+        if len(found) < len(value):
+            raise ValueError("a token id twice")
         if not all_whole(found) or min(found, default=0) < 0:
             raise ValueError
         return found
@@ -209,6 +208,12 @@ class TokenValues:
             return json.loads(text)
         except (ValueError, RecursionError):
             return text
+
+
+def _token_id(key: Any) -> Any:
+    """JSON's text key as the id that it writes, in the one way to write it."""
+    is_id = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdecimal()
+    return int(key) if is_id and str(int(key)) == key else key
 
 
 def all_whole(values: Iterable[object]) -> bool:

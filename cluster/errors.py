@@ -47,6 +47,8 @@ OUTCOMES: dict[str, Outcome] = {
     "invalid_checkpoint": Outcome("FAILED_PRECONDITION", 500, EXIT_USAGE),
     "invalid_request": Outcome("INVALID_ARGUMENT", 400, EXIT_USAGE),
     "invalid_api_key": Outcome("UNAUTHENTICATED", 401, EXIT_USAGE),
+    "unknown_parameter": Outcome("INVALID_ARGUMENT", 400, EXIT_USAGE),
+    "context_length_exceeded": Outcome("INVALID_ARGUMENT", 400, EXIT_USAGE),
     "model_not_found": Outcome("NOT_FOUND", 404, EXIT_USAGE),
     "duplicate_request": Outcome("ALREADY_EXISTS", 409, EXIT_USAGE),
     "aborted": Outcome("CANCELLED", 499, EXIT_UNAVAILABLE),

@@ -95,6 +95,18 @@ class InvalidApiKeyError(LatentrayError):
     code = "invalid_api_key"
 
 
+class UnknownParameterError(InvalidRequestError):
+    """A request with a field that nobody here looks at."""
+
+    code = "unknown_parameter"
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or a prompt with its completion, that does not fit into the context."""
+
+    code = "context_length_exceeded"
+
+
 class DuplicateRequestError(LatentrayError):
     """A request id that a live request already has."""
 

@@ -5,13 +5,13 @@ from itertools import chain
 from actors.config import GroupConfig
 from actors.coordinator.blocks import BlockManager
 from actors.requests import Request
-from kernels_integration.errors import InvalidRequestError, shown
+from kernels_integration.errors import ContextLengthError, InvalidRequestError, shown
 
 
 def require_prompt_fits(num_tokens: int, max_model_len: int) -> None:
-    """Of front ends, which users hear, and of the coordinator behind them. Errors: InvalidRequestError."""
+    """Of front ends, which users hear, and of the coordinator behind them. Errors: ContextLengthError."""
     if not 0 < num_tokens < max_model_len:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"prompt has {num_tokens} tokens; it must have at least one, and max_model_len {max_model_len} "
             f"leaves room for {max_model_len - 1} and one new token: "
             + ("shorten the prompt or raise --max-model-len" if num_tokens else "write one"),

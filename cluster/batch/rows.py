@@ -9,11 +9,12 @@ from typing import Any
 from actors.parameter_kinds import is_text
 from cluster.errors import outcome
 from cluster.frontend.front_end import ModelFrontend
-from cluster.openai.answers import error_body
 from cluster.openai.bodies import ENDPOINTS, Body, check_model, parse_body
 from cluster.openai.endpoints import whole_answer
+from cluster.openai.error_body import error_body
+from cluster.openai.strict_json import json_object
 from cluster.outputs import OutputBuilder
-from kernels_integration.errors import InvalidRequestError, LatentrayError, kind_of, shortened, shown
+from kernels_integration.errors import InvalidRequestError, LatentrayError, shortened, shown
 
 MAX_ROW_BYTES = 16 * 2**20
 """As of a gRPC request: a prompt of a million token ids takes about 7 MiB of it. Longer rows are refused."""
@@ -132,15 +133,7 @@ def _json_object(row: InputRow) -> dict[str, Any]:
             "split it, or shorten its prompt",
             field="line",
         )
-    try:
-        value = json.loads(row.line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{row.place} is not JSON: {error}", field="line") from error
-    if not isinstance(value, dict):
-        raise InvalidRequestError(
-            f"{row.place} holds {kind_of(value)}; it must hold one JSON object", field="line"
-        )
-    return value
+    return json_object(row.line, what=row.place, field="line")
 
 
 _KEYS = ("custom_id", "method", "url", "body")

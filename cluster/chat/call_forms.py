@@ -18,6 +18,7 @@ from cluster.chat.answer_parts import CallArguments, CallBegins, Content
 from cluster.chat.argument_values import Properties, choices, is_text_alone, json_of, json_of_choice
 from cluster.chat.formats import NOTHING, Format, json_schema, some_of, tag
 from cluster.chat.incoming import (
+    MAX_NAME,
     MAX_SPACE,
     SPACE_BEFORE,
     Incoming,
@@ -41,6 +42,13 @@ class CallForm(Protocol):
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts of which tokenizers may have tokens of their own."""
+
+    @property
+    def not_in_parameters(self) -> str:
+        """Characters that no parameter's name may have."""
+
+    def can_write(self, parameter: str) -> bool:
+        """Whether a parameter of this name can be read back."""
 
     def read(self, incoming: Incoming, tools: ToolSchemas) -> Reader[None]:
         """Read content and calls to the end of the text."""
@@ -70,6 +78,13 @@ class JsonCalls:
     def marks(self) -> tuple[str, ...]:
         return (_CALLS, _CALL, _SEPARATOR, _END_CALL, _END_CALLS)
 
+    @property
+    def not_in_parameters(self) -> str:
+        return ""
+
+    def can_write(self, parameter: str) -> bool:
+        return True  # JSON can
+
     def read(self, incoming: Incoming, tools: ToolSchemas) -> Reader[None]:
         call: tuple[str | Space | Name, ...] = (
             Space(),
@@ -90,7 +105,7 @@ class JsonCalls:
                 yield CallArguments("{}" if number == _EMPTY else "{")
                 if number != _EMPTY:
                     ends = (_END_CALL, _CALL, _END_CALLS)
-                    yield from before(incoming, *ends, make=CallArguments, tail=self.tail)
+                    yield from before(incoming, *ends, make=CallArguments, tail=self.tail, drop_begun=True)
                     yield from self._end(incoming)
                 found = yield from matched(incoming, (*call, "{"), (*call, _END_CALL), (Space(), _END_CALLS))
 
@@ -148,6 +163,15 @@ class ParameterCalls:
         patterns = (self.call, self.parameter, (self.end_value,), self.end_call, self.end_calls or ())
         return tuple(item for pattern in patterns for item in pattern if isinstance(item, str))
 
+    @property
+    def not_in_parameters(self) -> str:
+        names = [item for item in self.parameter if isinstance(item, Name)]
+        return "".join(dict.fromkeys("".join(name.without for name in names)))
+
+    def can_write(self, parameter: str) -> bool:
+        whole = 0 < len(parameter) <= MAX_NAME and parameter == parameter.strip()
+        return whole and not set(parameter) & set(self.not_in_parameters)
+
     def read(self, incoming: Incoming, tools: ToolSchemas) -> Reader[None]:
         while (yield from before(incoming, self.opening, make=Content, tail=SPACE_BEFORE)):
             found = yield from matched(incoming, *self._begins(self.call))
@@ -185,10 +209,9 @@ class ParameterCalls:
 
     def _require_writable(self, function: str, names: Iterable[str]) -> None:
         """Names of parameters stand between marks, bare. Errors: InvalidRequestError for one that cannot."""
-        without = next(item.without for item in self.parameter if isinstance(item, Name))
         for name in names:
-            if name.strip() != name or not name or any(mark in name for mark in without):
-                marks = " ".join(json.dumps(mark) for mark in without)
+            if not self.can_write(name):
+                marks = " ".join(json.dumps(mark) for mark in self.not_in_parameters)
                 raise InvalidRequestError(
                     f"tool_choice demands a call of {shown(function)}, whose parameter {shown(name)} this "
                     f"model's form of calls cannot carry: a name must hold a character, none of {marks}, and "
@@ -209,7 +232,7 @@ class ParameterCalls:
             separator = ", "
             if is_text and not choices(schemas.get(name)):
                 yield CallArguments('"')
-                is_whole = yield from before(incoming, self.end_value, make=_escaped)
+                is_whole = yield from before(incoming, self.end_value, make=_escaped, drop_begun=True)
                 if is_whole:
                     incoming.skip(len(self.end_value))
                     yield CallArguments('"')
@@ -228,6 +251,7 @@ class ParameterCalls:
                 return
             following = yield from matched(incoming, self.parameter, self.end_call)
             if following is None and incoming.ended:
+                incoming.skip(len(incoming.text))  # a mark that has begun
                 return  # cut, so that nobody takes it for all
             if following is None or following[0] == 1:
                 yield CallArguments("}")

@@ -69,37 +69,46 @@ def matched(incoming: Incoming, *patterns: Pattern) -> Generator[None, None, tup
 
 
 def before(
-    incoming: Incoming, *marks: str, make: Callable[[str], Part], tail: re.Pattern[str] = NO_TAIL
+    incoming: Incoming,
+    *marks: str,
+    make: Callable[[str], Part],
+    tail: re.Pattern[str] = NO_TAIL,
+    drop_begun: bool = False,
 ) -> Reader[bool]:
     """Read the text before the first of the marks, without what `tail` finds in front of it.
 
     The mark stays unread, with its tail. False: the text has ended without a mark, and all was read.
     tail: matches at the end of a text; whatever is a beginning of a tail must be one too.
-    make: a part of each piece of the text.
+    make: a part of each piece of the text. drop_begun: where the text ends, what has come of a mark or its
+    tail is left out.
     """
     while True:
         found = [at for mark in marks if (at := incoming.text.find(mark)) >= 0]
         if found:
             at = min(found)
-        elif incoming.ended:
+        elif incoming.ended and not drop_begun:
             at = len(incoming.text)
         else:
             at = len(incoming.text) - max(_num_begun(incoming.text, mark) for mark in marks)
-        if found or not incoming.ended:
+        if found or not incoming.ended or drop_begun:
             at = _start_of(tail, incoming.text, at)
         if at:
             yield make(incoming.skip(at))
+        if not found and incoming.ended:
+            incoming.skip(len(incoming.text))
         if found or incoming.ended:
             return bool(found)
         yield None
 
 
 def whole_before(incoming: Incoming, mark: str) -> Generator[None, None, tuple[str, bool]]:
-    """All text before the mark, which is read too; without it all that comes, and False."""
+    """All text before the mark, which is read too; without it all that comes, up to where the mark has begun,
+    and False."""
     searched = 0
     while (at := incoming.text.find(mark, searched)) < 0:
         if incoming.ended:
-            return incoming.skip(len(incoming.text)), False
+            text = incoming.skip(len(incoming.text))
+            return text[: len(text) - _num_begun(text, mark)], False
         searched = max(len(incoming.text) - len(mark) + 1, 0)
         yield None
     text = incoming.skip(at)

@@ -1,16 +1,25 @@
 """Chat messages and tools as people send them, checked and brought to one form.
 
 Clients spell "nothing" as null, [], "" or by leaving a field out, and templates tell these apart by chance:
-here all four are the last.
+here all four are the last. Where content must be, "" is a text, and the others are none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.frontend.token_checks import require_text
-from kernels_integration.errors import InvalidRequestError, kind_of, shown
+from kernels_integration.errors import (
+    InvalidRequestError,
+    UnknownParameterError,
+    kind_of,
+    shortened,
+    shown,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_SAYS_MORE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""What an assistant may say beside content, or instead of it."""
+_TEXTS = ("name", "tool_call_id", "refusal", "reasoning_content", "reasoning", "thinking")
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
@@ -30,6 +39,52 @@ def checked_tools(tools: Sequence[Any] | None) -> list[Any] | None:
             f"tools is {shown(tools)}; it must be a list of objects of type function", field="tools"
         )
     return [_checked_tool(tool) for tool in tools] if tools else None
+
+
+def require_known_fields(messages: Sequence[Mapping[str, Any]], knows: Callable[[str], bool]) -> None:
+    """messages: checked ones. knows: whether chats are written with a field of this name.
+
+    Errors: UnknownParameterError for a field that neither OpenAI nor the model's way to write chats has.
+    """
+    for index, message in enumerate(messages):
+        field = f"messages[{index}]"
+        role = message["role"]
+        others = {name: value for name, value in message.items() if name in _ALL_FIELDS or not knows(name)}
+        require_only(others, _FIELDS[role], field, of=f"a message of role {role}")
+        for i, call in enumerate(message.get("tool_calls", ())):
+            place = f"{field}.tool_calls[{i}]"
+            if isinstance(call, Mapping):
+                require_only(call, ("id", "type", "function", "index"), place, knows=knows)
+                if isinstance(function := call.get("function"), Mapping):
+                    require_only(function, ("name", "arguments"), f"{place}.function", knows=knows)
+
+
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "system": ("role", "content", "name"),
+    "developer": ("role", "content", "name"),
+    "user": ("role", "content", "name"),
+    "assistant": ("role", "content", "name", "refusal", *_SAYS_MORE),
+    "tool": ("role", "content", "name", "tool_call_id"),
+}
+
+
+_ALL_FIELDS = frozenset().union(*_FIELDS.values())
+
+
+def require_only(
+    fields: Mapping[str, Any],
+    legal: Sequence[str],
+    field: str,
+    *,
+    of: str = "it",
+    knows: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Errors: UnknownParameterError for the first field that is neither legal nor known, nor null."""
+    for name, value in fields.items():
+        if name in legal or value is None or (isinstance(name, str) and knows(name)):
+            continue
+        path = f"{field}.{shortened(str(name))}"
+        raise UnknownParameterError(f"{path} is unknown; {of} may hold {', '.join(legal)}", field=path)
 
 
 def _checked_tool(tool: Any) -> Any:
@@ -63,30 +118,65 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
             f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
         )
     given = _without_nothing(message)
-    content = given.get("content", "")
-    if isinstance(content, list):
-        content = "\n".join(_text_of_part(field, part) for part in content)
-    if not isinstance(content, str) or ("content" not in message and "tool_calls" not in given):
-        raise InvalidRequestError(
-            f"{field}.content is {shown(message.get('content'))}; it must be text, or a list of text parts",
-            field=f"{field}.content",
-        )
-    require_text(content, f"{field}.content")
+    for name in _TEXTS:
+        if name in given:
+            if not isinstance(given[name], str):
+                raise InvalidRequestError(
+                    f"{field}.{name} is {shown(given[name])}; it must be text", field=f"{field}.{name}"
+                )
+            require_text(given[name], f"{field}.{name}")
     if "tool_calls" in given:
-        if not isinstance(given["tool_calls"], list):
+        given["tool_calls"] = _checked_calls(given["tool_calls"], f"{field}.tool_calls")
+    return given | {"content": _content(field, given, message.get("content"))}
+
+
+def _content(field: str, given: dict[str, Any], content: object) -> str:
+    """The content as one text; a refusal is the content of the message that holds it."""
+    field = f"{field}.content"
+    refusal = given.pop("refusal", None)
+    if refusal is not None and "content" in given:
+        raise InvalidRequestError(
+            f"{field} stands beside a refusal, and a message is one of both; leave one out", field=field
+        )
+    if refusal is not None:
+        return str(refusal)
+    if isinstance(content, list) and content:
+        content = "\n".join(
+            _text_of_part(part, f"{field}[{i}]", given["role"]) for i, part in enumerate(content)
+        )
+    says_more = given["role"] == "assistant" and any(name in given for name in _SAYS_MORE)
+    if says_more and (content is None or content == []):
+        return ""
+    if not isinstance(content, str):
+        hint = ", or null where there are tool_calls" if given["role"] == "assistant" else ""
+        raise InvalidRequestError(
+            f"{field} is {shown(content)}; it must be text, or a list of text parts{hint}", field=field
+        )
+    require_text(content, field)
+    return content
+
+
+def _checked_calls(calls: object, field: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise InvalidRequestError(f"{field} is {shown(calls)}; it must be a list", field=field)
+    for i, call in enumerate(calls):
+        if isinstance(call, Mapping) and call.get("index", i) != i:  # of streams that were put together
             raise InvalidRequestError(
-                f"{field}.tool_calls is {shown(given['tool_calls'])}; it must be a list",
-                field=f"{field}.tool_calls",
+                f"{field}[{i}].index is {shown(call['index'])}; it must be {i}, its place, or be left out",
+                field=f"{field}[{i}].index",
             )
-        given["tool_calls"] = [_checked_tool(call) for call in given["tool_calls"]]
-    return given | {"content": content}
+    return [_checked_tool(call) for call in calls]
 
 
-def _text_of_part(field: str, part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = f"a part of type {shown(part.get('type'))}" if isinstance(part, Mapping) else kind_of(part)
-    raise InvalidRequestError(
-        f"{field}.content holds {kind}; only text parts are supported",
-        field=f"{field}.content",
-    )
+def _text_of_part(part: object, field: str, role: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    key = "refusal" if kind == "refusal" and role == "assistant" else "text"
+    if not isinstance(part, Mapping) or kind != key:
+        told = f"a part of type {shown(kind)}" if isinstance(part, Mapping) else kind_of(part)
+        raise InvalidRequestError(f"{field} is {told}; only text parts are supported", field=field)
+    require_only(part, ("type", key), field)
+    if not isinstance(part.get(key), str):
+        raise InvalidRequestError(
+            f"{field}.{key} is {shown(part.get(key))}; it must be text", field=f"{field}.{key}"
+        )
+    return str(part[key])

@@ -22,7 +22,7 @@ from actors.sampling_params import (
     SamplingParams,
 )
 from cluster.chat.answer_form import AnswerForm, ReasoningParser, ToolCallParser, answer_form
-from cluster.chat.messages import checked_messages, checked_tools
+from cluster.chat.messages import checked_messages, checked_tools, require_known_fields
 from cluster.chat.open_end import left_open, until_open_end
 from cluster.frontend.generation_config import default_sampling_params, eos_token_ids
 from cluster.frontend.grammar_check import GrammarCheck
@@ -36,7 +36,7 @@ from cluster.frontend.token_checks import (
 )
 from cluster.tokenizer import TextStream, Tokenizer, TokenizerMode, load_tokenizer
 from cluster.tokenizer.files import CONFIG
-from kernels_integration.errors import InvalidRequestError, kind_of, shown
+from kernels_integration.errors import ContextLengthError, InvalidRequestError, kind_of, shown
 
 MAX_CACHE_SALT = 1024
 """Characters."""
@@ -244,6 +244,7 @@ class ModelFrontend:
                 field="continue_final_message",
             )
         chat = checked_messages(messages)
+        require_known_fields(chat, self.tokenizer.knows_field)
         text = self.tokenizer.render_chat(
             left_open(chat) if continue_final_message else chat,
             add_generation_prompt=not continue_final_message and add_generation_prompt is not False,
@@ -263,13 +264,13 @@ class ModelFrontend:
         return None if longest is None else longest * (self.max_model_len - 1)
 
     def _require_short_enough(self, text: str, field: str) -> None:
-        """Errors: InvalidRequestError for a text that cannot fit, before it costs seconds to know by how
+        """Errors: ContextLengthError for a text that cannot fit, before it costs seconds to know by how
         much."""
         if len(text) < self.max_model_len:
             return
         limit = self.max_prompt_characters
         if limit is not None and len(text) > limit:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"{field} {'has' if field == 'prompt' else 'have'} {len(text)} characters; max_model_len "
                 f"{self.max_model_len} leaves room for {self.max_model_len - 1} tokens, of at most "
                 f"{limit // (self.max_model_len - 1)} characters each: shorten the text or raise "

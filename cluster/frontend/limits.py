@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from actors.parameter_kinds import all_whole
 from actors.sampling_params import SamplingParams
-from kernels_integration.errors import InvalidRequestError, shown
+from kernels_integration.errors import ContextLengthError, InvalidRequestError, shown
 
 
 def require_token_ids(token_ids: Collection[Any], field: str, *, vocab_size: int, model: str) -> None:
@@ -30,13 +30,13 @@ def with_fitting_length(
     """The one rule of completions' lengths: a max_tokens that is given must fit behind the prompt; where none
     is, the completion may have default_max_tokens, or what the context leaves if that is less (None: all).
 
-    Errors: InvalidRequestError.
+    Errors: ContextLengthError.
     """
     room = max_model_len - num_prompt_tokens
     for field in ("max_tokens", "min_tokens"):
         asked = getattr(params, field)
         if asked is not None and asked > room:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"{field} is {asked}; the prompt has {num_prompt_tokens} tokens, which leaves room for "
                 f"{room} of max_model_len {max_model_len}: use at most {room}, or shorten the prompt"
                 + ("; left out, it is as many as fit" if field == "max_tokens" else ""),

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -18,7 +17,7 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.frontend.tenant import TENANT_HEADER, checked_tenant
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.request_record import RequestRecord, recorded
-from cluster.http.errors import DONE, REQUEST_ID_HEADER, event
+from cluster.http.errors import DONE, REQUEST_ID_HEADER, event, request_id_of
 from cluster.http.refusals import IS_RECORDED
 from cluster.http.request_body import BodyReader
 from cluster.openai.bodies import Body, check_model, parse_body
@@ -30,7 +29,6 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds that the client will wait."""
 WRITE_TIMEOUT_S = 300.0
 """A client that has read nothing for so long has gone."""
-_MAX_REQUEST_ID = 256
 _TOKENIZING_THREADS = 2
 
 Updates = AsyncGenerator[tuple[int, RequestUpdate], None]
@@ -51,7 +49,7 @@ class Completions:
 
     async def answer(self, http: web.Request) -> web.StreamResponse:
         """Errors: those of the body and of Answering; what fails later is told inside the stream."""
-        request_id = _request_id(http)
+        request_id = request_id_of(http)
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + _timeout_s(http)
 
@@ -94,7 +92,7 @@ class Completions:
             record.took(_choice(requests, position, update), update)
             builders[position].push(update)
         answer = whole_answer(body, builders, self._frontend)
-        return web.json_response(answer, headers={REQUEST_ID_HEADER: requests[0].request_id})
+        return web.json_response(answer)
 
     async def _write_pieces(
         self,
@@ -165,20 +163,6 @@ class EventStream:
         )
         await response.prepare(self._http)
         return response
-
-
-def _request_id(http: web.Request) -> str:
-    """The client's, or a new one."""
-    given = http.headers.get(REQUEST_ID_HEADER)
-    if given is None:
-        return uuid.uuid4().hex
-    if not given or len(given) > _MAX_REQUEST_ID or not (given.isascii() and given.isprintable()):
-        raise InvalidRequestError(
-            f"{REQUEST_ID_HEADER} is {shown(given)}; it must be 1 to {_MAX_REQUEST_ID} printable ASCII "
-            "characters",
-            field=REQUEST_ID_HEADER,
-        )
-    return given
 
 
 def _timeout_s(http: web.Request) -> float:

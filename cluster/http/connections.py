@@ -1,19 +1,24 @@
 """How many connections a server keeps, and for how long those that ask for nothing."""
 
 import asyncio
+import json
 import resource
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from cluster.http.errors import refused
+from cluster.openai.error_body import error_body
+from kernels_integration.errors import OverloadedError, shortened
 
 IDLE_S = 75.0
 """Until a connection is closed on which no whole request head has come; proxies keep theirs for 60."""
 MAX_CONNECTIONS = 4096
-_REFUSAL = (
-    b'{"error":{"message":"the server has as many connections as it keeps; try again later",'
-    b'"type":"invalid_request_error","param":null,"code":"overloaded"}}'
-)
+_REFUSAL = json.dumps(
+    error_body(OverloadedError("the server has as many connections as it keeps; try again later"))
+).encode()
 
 
 def max_connections() -> int:
@@ -35,10 +40,29 @@ class LimitedRunner(web.AppRunner):
         return None if served is None else self._protocol_of(served)
 
     def _protocol_of(self, served: web.Server) -> Callable[[], asyncio.Protocol]:
+        options = served._kwargs  # as the server's own protocols have them
+
         def protocol() -> asyncio.Protocol:
-            return served() if len(served.connections) < self._limit else _Refusal()
+            if len(served.connections) >= self._limit:
+                return _Refusal()
+            return _Protocol(served, loop=asyncio.get_running_loop(), **options)
 
         return protocol
+
+
+class _Protocol(RequestHandler):
+    """Answers what is no HTTP as it answers all else."""
+
+    __slots__ = ()
+
+    def handle_error(self, *args: Any, **named: Any) -> web.StreamResponse:
+        """A request that could not be read, or a fault outside all handlers."""
+        plain = super().handle_error(*args, **named)
+        told = shortened((getattr(plain, "text", None) or "").partition("\n")[0].strip())
+        words = f"the request is not HTTP as it is spoken here: {told}" if plain.status < 500 else told
+        response = refused(plain.status, words)
+        response.force_close()
+        return response
 
 
 class _Refusal(asyncio.Protocol):

@@ -8,7 +8,7 @@ from aiohttp.typedefs import Handler, Middleware
 from cluster.errors import OUTCOMES
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.request_record import RequestRecord
-from cluster.http.errors import REQUEST_ID_HEADER
+from cluster.http.errors import REQUEST_ID, REQUEST_ID_HEADER
 
 IS_RECORDED = web.RequestKey("is_recorded", bool)
 """Set by handlers that keep a record themselves."""
@@ -25,7 +25,8 @@ def record_refusals(metrics: GatewayMetrics) -> Middleware:
         refused = response.status >= 400 and IS_RECORDED not in request
         if refused and request.path not in _STATE_PATHS and isinstance(response, web.Response):
             code, field = _told(response)
-            RequestRecord(request.headers.get(REQUEST_ID_HEADER, ""), metrics).ended(code, field)
+            request_id = request.headers.get(REQUEST_ID_HEADER) or request[REQUEST_ID]
+            RequestRecord(request_id, metrics).ended(code, field)
         return response
 
     return middleware
@@ -35,6 +36,8 @@ def _told(response: web.Response) -> tuple[str, str]:
     """The code and the field of an answer in OpenAI's envelope."""
     error = json.loads(response.text or "{}").get("error", {})
     code = error.get("code")
-    if code not in OUTCOMES:
+    if response.status == 429:
+        code = "overloaded"
+    elif code not in OUTCOMES:
         code = "invalid_request" if response.status < 500 else "internal"
     return code, error.get("param") or ""

@@ -1,12 +1,12 @@
 """Bodies of requests: JSON objects, within limits of size, time and of what all of them take together."""
 
 import asyncio
-import json
 from typing import Any
 
 from aiohttp import web
 
-from kernels_integration.errors import InvalidRequestError, OverloadedError, kind_of, shown
+from cluster.openai.strict_json import json_object
+from kernels_integration.errors import OverloadedError, shown
 
 READ_TIMEOUT_S = 60.0
 """From the headers to the last byte."""
@@ -35,16 +35,7 @@ class BodyReader:
             )
         if (http.content_length or 0) > self._max_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_bytes, http.content_length or 0)
-        content = await self._read(http)
-        try:
-            found = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"the body is not JSON: {error}", field="body") from error
-        if not isinstance(found, dict):
-            raise InvalidRequestError(
-                f"the body holds {kind_of(found)}; it must hold one JSON object", field="body"
-            )
-        return found
+        return json_object(await self._read(http), what="the body", field="body")
 
     async def _read(self, http: web.Request) -> bytes:
         content = bytearray()

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from actors.sampling_params import ALL_LOGPROBS
-from cluster.errors import outcome
 from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.bodies import TextBody
 from cluster.openai.chat_body import ChatBody
@@ -16,7 +15,6 @@ from cluster.openai.echo import echoed_prompt, joined, without_tokens
 from cluster.openai.usage import usage_of
 from cluster.outputs import CompletionOutput, Logprob, OutputBuilder, RequestOutput
 from cluster.tokenizer.token_bytes import TokenBytes
-from kernels_integration.errors import LatentrayError
 
 
 def answer_body(body: TextBody, outputs: Sequence[OutputBuilder], frontend: ModelFrontend) -> dict[str, Any]:
@@ -97,19 +95,6 @@ def _choice(
     choice["finish_reason"] = reason
     choice["stop_reason"] = completion.stop_reason
     return choice
-
-
-def error_body(error: LatentrayError) -> dict[str, Any]:
-    """The body of a failed request."""
-    status = outcome(error).http_status
-    return {
-        "error": {
-            "message": str(error),
-            "type": "invalid_request_error" if status < 500 else "server_error",
-            "param": getattr(error, "field", None),
-            "code": error.code,
-        }
-    }
 
 
 def _chat_logprobs(

@@ -5,7 +5,7 @@ unless its value asks for nothing ("best_of": 1, "stream": false).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,8 +15,14 @@ from cluster.frontend.front_end import ModelFrontend
 from cluster.openai.chat_body import ChatBody
 from cluster.openai.completions_body import CompletionsBody
 from cluster.openai.responses_body import ResponsesBody
-from cluster.openai.sampling_body import OPENAI_PARAMETERS
-from kernels_integration.errors import InvalidRequestError, UnknownModelError, shortened, shown
+from cluster.openai.sampling_body import OPENAI_PARAMETERS, StreamOptions
+from kernels_integration.errors import (
+    InvalidRequestError,
+    UnknownModelError,
+    UnknownParameterError,
+    shortened,
+    shown,
+)
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -42,6 +48,20 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Parameters of OpenAI and vLLM that are not supported, and the values under which they ask for nothing."""
 
+_OTHER_NAMES = {
+    "prompt": ("messages", "input"),
+    "input": ("messages", "prompt"),
+    "messages": ("prompt", "input"),
+    "max_tokens": ("max_output_tokens",),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+    "max_new_tokens": ("max_output_tokens", "max_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "response_format": ("text",),
+}
+"""What other endpoints and servers call it, and what it may be here."""
+_CLOSE = 0.85
+"""Likeness of a slip of the pen: below lie other parameters, such as top_a beside top_p."""
+
 _STREAMING = frozenset({"stream", "stream_options"})
 
 NO_EFFECT = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
@@ -52,6 +72,8 @@ _RULES = {
     "dict_type": "an object",
     "int_type": "a whole number",
     "list_type": "a list",
+    "literal_error": "false",
+    "model_type": "an object",
     "string_type": "text",
 }
 """What pydantic says in words of Python."""
@@ -80,14 +102,25 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
         if name not in legal and name not in NO_EFFECT and value is not None:
             _check_unsupported(legal, name, value)
     try:
-        return cls.model_validate(dict(body))
+        found = cls.model_validate(dict(body))
     except ValidationError as error:
         first = error.errors()[0]
         path = _path(first["loc"])
         if first["type"] == "missing":
             raise InvalidRequestError(f"{path} is missing; {url} needs it", field=path) from error
+        if first["type"] == "extra_forbidden":
+            legal_options = ", ".join(StreamOptions.model_fields)
+            raise UnknownParameterError(
+                f"{path} is unknown; there are {legal_options}", field=path
+            ) from error
         value, rule = shown(first["input"]), _RULES.get(first["type"], first["msg"])
         raise InvalidRequestError(f"{path} is {value}; it must be {rule}", field=path) from error
+    if found.stream_options is not None and not found.stream:
+        raise InvalidRequestError(
+            "stream_options is given without stream; set stream to true, or leave it out",
+            field="stream_options",
+        )
+    return found
 
 
 def check_model(model: object, frontend: ModelFrontend) -> None:
@@ -99,12 +132,13 @@ def check_model(model: object, frontend: ModelFrontend) -> None:
         )
 
 
-def _check_unsupported(legal: Iterable[str], name: str, value: object) -> None:
+def _check_unsupported(legal: Collection[str], name: str, value: object) -> None:
     if name not in _NEUTRAL:
-        close = get_close_matches(name, list(legal), n=1)
+        meant = [other for other in _OTHER_NAMES.get(name, ()) if other in legal]
+        close = meant or get_close_matches(name, legal, n=1, cutoff=_CLOSE)
         hint = f"; did you mean {close[0]}?" if close else ""
         name = shortened(name)
-        raise InvalidRequestError(f"parameter {name} is unknown{hint}", field=name)
+        raise UnknownParameterError(f"parameter {name} is unknown{hint}", field=name)
     # type() keeps true from passing for 1
     if not any(
         value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -42,6 +42,17 @@ class ChatBody(SamplingBody):
                 f"top_logprobs is {shown(self.top_logprobs)} without logprobs; set logprobs to true",
                 field="top_logprobs",
             )
+        if self.max_completion_tokens is not None and self.given_parameters.get("max_tokens") is not None:
+            raise InvalidRequestError(
+                "max_tokens and max_completion_tokens both say how long the answer may be; send one of them",
+                field="max_tokens",
+            )
+        if self.parallel_tool_calls is not None and not self.tools:
+            raise InvalidRequestError(
+                f"parallel_tool_calls is {shown(self.parallel_tool_calls)} without tools; give tools, or "
+                "leave it out",
+                field="parallel_tool_calls",
+            )
         prompt = self.prompt_ids(frontend)
         own = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
         if self.max_completion_tokens is not None:
@@ -59,6 +70,14 @@ class ChatBody(SamplingBody):
                 f"tool_choice demands calls of tools: {error}", field="tools"
             ) from error
 
+    def own_names(self) -> dict[str, str]:
+        names = super().own_names()
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.top_logprobs is not None:
+            names["logprobs"] = "top_logprobs"
+        return names
+
     def _held_answer(
         self, frontend: ModelFrontend, prompt: Sequence[int], demanded: Sequence[Mapping[str, Any]]
     ) -> StructuredOutputs | None:
@@ -75,7 +94,7 @@ class ChatBody(SamplingBody):
             frontend.answer_form,
             _end_of(prompt, frontend),
             calls=callable_tools,
-            content=content,
+            content=None if content is None else content.asked,
             one_call=self.parallel_tool_calls is False or _is_named(self.tool_choice),
         )
 

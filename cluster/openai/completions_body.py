@@ -33,6 +33,10 @@ class CompletionsBody(SamplingBody):
         most = self.given_parameters.get("max_tokens")
         return bool(self.echo) and is_whole(most) and most == 0
 
+    def own_names(self) -> dict[str, str]:
+        echoes = bool(self.echo) and self.logprobs is not None
+        return super().own_names() | ({"prompt_logprobs": "logprobs"} if echoes else {})
+
     def prompts(self) -> list[str | Sequence[int]]:
         """The prompts, each not looked into yet. Errors: InvalidRequestError."""
         prompt = self.prompt

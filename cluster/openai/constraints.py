@@ -1,11 +1,11 @@
 """What OpenAI's `response_format` and vLLM's `guided_*` ask of the text, as StructuredOutputs."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from actors.sampling_params import PARAMETERS
 from actors.structured_outputs import ConstraintKind, StructuredOutputs
-from kernels_integration.errors import InvalidRequestError, shown
+from kernels_integration.errors import InvalidRequestError, UnknownParameterError, shown
 
 GUIDED: Mapping[str, ConstraintKind] = {
     "guided_json": "json",
@@ -17,23 +17,33 @@ GUIDED: Mapping[str, ConstraintKind] = {
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
-def constraint_of(given: Mapping[str, Any]) -> StructuredOutputs | None:
+class Constraint(NamedTuple):
+    """What a text must look like, and the path of the field that says so."""
+
+    asked: StructuredOutputs
+    field: str
+
+
+def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
     """given: response_format, structured_outputs and GUIDED of a body, None where it has none.
 
     Errors: InvalidRequestError naming the field; also where two of them ask.
     """
-    found: dict[str, StructuredOutputs] = {}
+    found: dict[str, Constraint] = {}
     for field, value in given.items():
         if value is None:
             continue
+        path = field
         if field == "response_format":
             constraint = _of_response_format(value)
+            path = f"{field}.json_schema.schema" if value["type"] == "json_schema" else field
         elif field == "structured_outputs":
             constraint = PARAMETERS[field].checked(value)
+            path = f"{field}.{constraint.kind}"
         else:
             constraint = _checked(field, GUIDED[field], value)
         if constraint is not None:
-            found[field] = constraint
+            found[field] = Constraint(constraint, path)
     if len(found) > 1:
         raise InvalidRequestError(
             f"{' and '.join(found)} both say what the text must look like; send one of them",
@@ -60,6 +70,7 @@ def _of_response_format(value: Any) -> StructuredOutputs | None:
     if "structures" in value:
         _refuse_others(field, value, ("type", "structures", "triggers"))
         value = _of_structures(field, value)
+    _refuse_others(field, value, ("type", "format"))
     return _checked(field, "structural_tag", value)
 
 
@@ -110,7 +121,7 @@ def _of_structures(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_others(field: str, value: Mapping[str, Any], legal: Iterable[str]) -> None:
     for name in value:
         if name not in legal:
-            raise InvalidRequestError(
+            raise UnknownParameterError(
                 f"{field} holds {shown(name)}; it may hold {', '.join(legal)}",
                 field=f"{field}.{str(name)[:64]}",
             )

@@ -7,7 +7,7 @@ from typing import Any
 from actors.requests import RequestUpdate
 from cluster.chat.answer_parts import CallArguments, CallBegins, Content, Part, Reasoning
 from cluster.frontend.front_end import ModelFrontend
-from cluster.openai.answers import error_body
+from cluster.openai.error_body import error_body
 from cluster.openai.responses_body import ResponsesBody
 from cluster.openai.usage import usage_of
 from cluster.outputs import OutputBuilder

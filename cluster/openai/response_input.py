@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.chat.messages import require_only
 from kernels_integration.errors import InvalidRequestError, shown
 
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -16,6 +17,8 @@ class Conversation:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    calls: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Where calls have come from, by the message and the place in its tool_calls."""
 
     def add(self, message: dict[str, Any], place: str) -> None:
         self.messages.append(message)
@@ -49,10 +52,22 @@ def conversation(given: object, instructions: object) -> Conversation:
     return found
 
 
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("content", "summary"),
+}
+_OF_ANY = ("type", "id", "status")
+
+
 def _add(found: Conversation, item: object, place: str) -> None:
     if not isinstance(item, Mapping):
         raise InvalidRequestError(f"{place} is {shown(item)}; it must be an object", field=place)
-    match item.get("type", "message"):
+    kind = item.get("type", "message")
+    if kind in _FIELDS:
+        require_only(item, (*_OF_ANY, *_FIELDS[kind]), place, of=f"an item of type {kind}")
+    match kind:
         case "message" if item.get("role") == "assistant":
             turn = found.turn(place)
             turn["content"] += _text(item.get("content"), f"{place}.content")
@@ -65,7 +80,9 @@ def _add(found: Conversation, item: object, place: str) -> None:
                 "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")},
             }
-            found.turn(place).setdefault("tool_calls", []).append(call)
+            calls = found.turn(place).setdefault("tool_calls", [])
+            calls.append(call)
+            found.calls[len(found.messages) - 1, len(calls) - 1] = place
         case "function_call_output":
             text = _text(item.get("output"), f"{place}.output")
             found.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": text}, place)
@@ -74,7 +91,7 @@ def _add(found: Conversation, item: object, place: str) -> None:
             if text := _text(parts, f"{place}.content"):
                 turn = found.turn(place)
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-        case kind:
+        case _:
             raise InvalidRequestError(
                 f"{place}.type is {shown(kind)}; it must be one of {', '.join(_ITEMS)}", field=f"{place}.type"
             )
@@ -91,6 +108,9 @@ def _text(content: object, place: str) -> str:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and kind in _TEXT_PARTS:
+            key = "refusal" if kind == "refusal" else "text"
+            require_only(part, ("type", key, "annotations", "logprobs"), f"{place}[{index}]")
         if kind not in _TEXT_PARTS or not isinstance(text, str):
             raise InvalidRequestError(
                 f"{place}[{index}] is {shown(part)}; only parts of text are supported, such as "

@@ -1,5 +1,6 @@
 """The body of /v1/responses: the part of it that needs no memory between requests."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ class ResponsesBody(SamplingBody):
     def chat(self) -> ChatBody:
         """The same as a body of /v1/chat/completions. Errors: InvalidRequestError."""
         found = conversation(self.input, self.instructions)
+        is_idle = not self.tools and self.tool_choice == "auto"  # as responses tell it, sent back
         return ChatBody.model_validate(
             self.given_parameters
             | {
@@ -39,8 +41,8 @@ class ResponsesBody(SamplingBody):
                 "messages": found.messages,
                 "max_completion_tokens": self.max_output_tokens,
                 "tools": _chat_tools(self.tools),
-                "tool_choice": _chat_choice(self.tool_choice),
-                "parallel_tool_calls": self.parallel_tool_calls,
+                "tool_choice": None if is_idle else _chat_choice(self.tool_choice),
+                "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
                 "chat_template_kwargs": self.chat_template_kwargs,
                 "priority": self.priority,
                 "cache_salt": self.cache_salt,
@@ -61,6 +63,10 @@ class ResponsesBody(SamplingBody):
 
     def _own_field(self, field: str) -> str:
         """What this body calls a field of the chat."""
+        if found := _OF_A_CALL.fullmatch(field):
+            index, call, rest = found.groups()
+            calls = conversation(self.input, self.instructions).calls
+            return calls.get((int(index), int(call)), "input") + rest.replace(".function.", ".")
         if field.startswith("messages["):
             index, _, rest = field.removeprefix("messages[").partition("]")
             places = conversation(self.input, self.instructions).places
@@ -69,9 +75,12 @@ class ResponsesBody(SamplingBody):
             return field.replace("response_format.json_schema", "text.format").replace(
                 "response_format", "text.format"
             )
-        return {"messages": "input", "max_tokens": "max_output_tokens"}.get(
+        return {"messages": "input", "max_completion_tokens": "max_output_tokens"}.get(
             field, field.replace("].function", "]") if field.startswith("tools[") else field
         )
+
+
+_OF_A_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\](.*)")
 
 
 def _chat_tools(tools: object) -> object:

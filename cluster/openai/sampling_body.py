@@ -1,15 +1,15 @@
 """What the bodies of all endpoints share: the model, how to draw, and how to stream."""
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictBool
 
 from actors.requests import Request
 from actors.sampling_params import PARAMETERS, SamplingParams
-from actors.structured_outputs import StructuredOutputs
 from cluster.frontend.front_end import ModelFrontend
-from cluster.openai.constraints import GUIDED, constraint_of
+from cluster.openai.constraints import GUIDED, Constraint, constraint_of
 from kernels_integration.errors import InvalidRequestError
 
 OPENAI_PARAMETERS = frozenset(name for name, row in PARAMETERS.items() if row.openai)
@@ -22,6 +22,16 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     include_usage: StrictBool | None = None
+    include_obfuscation: Literal[False] | None = None
+    """Padding against eavesdroppers, which nobody has here."""
+
+
+def in_words_of(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """The error by the name that its sender has for the field."""
+    field = error.field
+    if field not in names:
+        return error
+    return type(error)(re.sub(rf"^{re.escape(field)}\b", names[field], str(error)), field=names[field])
 
 
 class SamplingBody(BaseModel):
@@ -58,7 +68,7 @@ class SamplingBody(BaseModel):
         return {name: extra[name] for name in OPENAI_PARAMETERS if extra.get(name) is not None}
 
     @property
-    def constraint(self) -> StructuredOutputs | None:
+    def constraint(self) -> Constraint | None:
         """What the text must look like, in whichever spelling. Errors: InvalidRequestError."""
         asked = {name: getattr(self, name) for name in ("response_format", *GUIDED)}
         return constraint_of(asked | {"structured_outputs": self.given_parameters.get("structured_outputs")})
@@ -79,11 +89,31 @@ class SamplingBody(BaseModel):
     ) -> Request:
         """The checkpoint's defaults, overridden by what the body gives. own: the endpoint's own spellings.
 
-        Errors: InvalidRequestError.
+        Errors: InvalidRequestError, by the names that the body has for parameters.
         """
+        try:
+            return self._built(request_id, frontend, prompt, default_max_tokens, own)
+        except InvalidRequestError as error:
+            raise in_words_of(error, self.own_names()) from error
+
+    def own_names(self) -> dict[str, str]:
+        """What the body calls parameters that it gives under another name."""
+        constraint = self.constraint
+        return {} if constraint is None else {"structured_outputs": constraint.field}
+
+    def _built(
+        self,
+        request_id: str,
+        frontend: ModelFrontend,
+        prompt: str | Sequence[int],
+        default_max_tokens: int | None,
+        own: dict[str, Any],
+    ) -> Request:
         defaults = dict(frontend.default_sampling_params)
         most = defaults.pop("max_tokens", default_max_tokens)
-        own.setdefault("structured_outputs", self.constraint)
+        constraint = self.constraint
+        if constraint is not None:
+            own.setdefault("structured_outputs", constraint.asked)
         own = {name: value for name, value in own.items() if value is not None}
         params = SamplingParams(**{"max_tokens": None} | defaults | self.given_parameters | own)
         if self.stream and params.prompt_logprobs is not None and "prompt_logprobs" not in own:

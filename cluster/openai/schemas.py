@@ -177,7 +177,9 @@ def _body(cls: type[SamplingBody], model: Schema, required: Mapping[str, Schema]
         "cache_salt": {"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT},
         "response_format": _OBJECT,
         "stream": _SWITCH,
-        "stream_options": _closed({}, include_usage=or_null(_SWITCH)),
+        "stream_options": _closed(
+            {}, include_usage=or_null(_SWITCH), include_obfuscation={"enum": [False, None]}
+        ),
     }
     shared |= {name: _of_kind(PARAMETERS[name].kind) for name in sorted(OPENAI_PARAMETERS)}
     shared |= {name: {} for name in (*sorted(NO_EFFECT), *GUIDED)}
@@ -210,7 +212,7 @@ def _of_kind(kind: Kind) -> Schema:
             value = {"type": "number", "minimum": kind.low, "maximum": kind.high}
             return {
                 "type": "object",
-                "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+                "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,18})$"},
                 "additionalProperties": value,
                 "maxProperties": kind.max_count,
             }

@@ -6,13 +6,14 @@ from typing import Any
 
 from actors.requests import Request, RequestUpdate
 from cluster.frontend.front_end import ModelFrontend
-from cluster.openai.answers import answer_usage, error_body
+from cluster.openai.answers import answer_usage
 from cluster.openai.bodies import TextBody
 from cluster.openai.chat_body import ChatBody
 from cluster.openai.chat_message import Deltas
 from cluster.openai.chunks import Chunks
 from cluster.openai.completions_body import CompletionsBody
 from cluster.openai.echo import echoed_prompt, without_tokens
+from cluster.openai.error_body import error_body
 from cluster.outputs import CompletionOutput, OutputBuilder
 from kernels_integration.errors import LatentrayError
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster.chat.incoming import MAX_NAME
+from cluster.chat.messages import require_only
 from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import InvalidRequestError, shown
 
@@ -27,7 +29,7 @@ def checked_tools(tools: object, frontend: ModelFrontend) -> list[Mapping[str, A
         )
     names: set[str] = set()
     for index, tool in enumerate(tools):
-        name = _name(tool, f"tools[{index}]")
+        name = _name(tool, f"tools[{index}]", frontend)
         if name in names:
             field = f"tools[{index}].function.name"
             raise InvalidRequestError(
@@ -50,11 +52,16 @@ def shows_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def demanded_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The tools of which one must be called; [] where none must. Errors: InvalidRequestError."""
-    if choice is None or choice in ("auto", "none"):
+    """The tools of which one must be called; [] where none must. Errors: InvalidRequestError; as with OpenAI
+    also for auto without tools."""
+    if choice is None or choice == "none" or (choice == "auto" and tools):
         return []
+    if isinstance(choice, Mapping):
+        require_only(choice, ("type", "function"), "tool_choice")
+        if isinstance(function := choice.get("function"), Mapping):
+            require_only(function, ("name",), "tool_choice.function")
     named = _named(choice)
-    if choice != "required" and named is None:
+    if choice not in ("auto", "required") and named is None:
         raise InvalidRequestError(
             f"tool_choice is {shown(choice)}; it must be auto, none, required, or an object of type function "
             "with a function's name",
@@ -106,26 +113,52 @@ def _named(choice: object) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _name(tool: object, field: str) -> str:
+def _name(tool: object, field: str, frontend: ModelFrontend) -> str:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         raise InvalidRequestError(
             f"{field} is of type {shown(kind)}; it must be an object of type function", field=f"{field}.type"
         )
+    knows = frontend.tokenizer.knows_field
+    require_only(tool, ("type", "function"), field, of="a tool", knows=knows)
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise InvalidRequestError(
             f"{field}.function is {shown(function)}; it must be an object with a name and parameters",
             field=f"{field}.function",
         )
+    field = f"{field}.function"
+    require_only(function, ("name", "description", "parameters", "strict"), field, knows=knows)
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"{field}.function.name is {shown(name)}; it must be {_NAME_RULE}", field=f"{field}.function.name"
+            f"{field}.name is {shown(name)}; it must be {_NAME_RULE}", field=f"{field}.name"
         )
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise InvalidRequestError(
-            f"{field}.function.parameters is {shown(parameters)}; it must be a JSON schema",
-            field=f"{field}.function.parameters",
-        )
+    for key, kind, rule in (
+        ("parameters", Mapping, "a JSON schema"),
+        ("description", str, "text"),
+        ("strict", bool, "true or false"),
+    ):
+        value = function.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise InvalidRequestError(
+                f"{field}.{key} is {shown(value)}; it must be {rule}", field=f"{field}.{key}"
+            )
+    _require_writable(parameters, f"{field}.parameters", frontend)
     return name
+
+
+def _require_writable(parameters: Mapping[str, Any] | None, field: str, frontend: ModelFrontend) -> None:
+    """Errors: InvalidRequestError for a property whose name has no place in the model's form of calls."""
+    form = frontend.answer_form.calls
+    properties = parameters.get("properties") if parameters is not None else None
+    if form is None or not isinstance(properties, Mapping):
+        return
+    for name in properties:
+        if not form.can_write(name):
+            raise InvalidRequestError(
+                f"{field}.properties holds {shown(name)}; the model writes calls in a form in which a "
+                f"parameter's name has 1 to {MAX_NAME} characters, no spaces at its ends, and none of "
+                f"{' '.join(form.not_in_parameters.strip())}: rename it",
+                field=f"{field}.properties",
+            )

@@ -24,6 +24,9 @@ class DeepseekV32Tokenizer(FastTokenizer):
     def template_source(self) -> str | None:
         return MARKS
 
+    def knows_field(self, name: str) -> bool:
+        return name in ("tools", "response_format", "prefix")
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

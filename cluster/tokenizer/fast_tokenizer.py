@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer as transformers would load it, on the `tokenizers` library alone."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
@@ -62,6 +63,11 @@ class FastTokenizer:
     @property
     def template_source(self) -> str | None:
         return "\n".join(template.source for template in self.chat_templates.values()) or None
+
+    def knows_field(self, name: str) -> bool:
+        word = re.escape(name)
+        read = rf"""\.{word}\b(?!\s*\()|(\[|\bget\()\s*(['"]){word}\2|(['"]){word}\3\s+(not\s+)?in\b"""
+        return re.search(read, self.template_source or "") is not None
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

@@ -39,6 +39,10 @@ class Tokenizer(Protocol):
     def template_source(self) -> str | None:
         """A text with the marks that chats are written with; None: they cannot be written."""
 
+    def knows_field(self, name: str) -> bool:
+        """Whether chats are written with a field of this name of a message, a call or a tool, beside those
+        that OpenAI's have."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of the text. Special tokens written in the text become their ids."""
 

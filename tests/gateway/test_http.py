@@ -149,7 +149,21 @@ async def test_models_tokens_versions_and_health(server: GatewayServer, client: 
         ({"messages": FRANCE, "temprature": 1}, 400, "temprature", "did you mean temperature"),
         ({"messages": FRANCE, "temperature": -1}, 400, "temperature", "-1"),
         ({"messages": FRANCE, "stream": 1}, 400, "stream", "it must be true or false"),
-        ({"messages": FRANCE, "stream_options": {"x": 1}}, 400, "stream_options.x", "x"),
+        (
+            {"messages": FRANCE, "stream": True, "stream_options": {"x": 1}},
+            400,
+            "stream_options.x",
+            "stream_options.x is unknown; there are include_usage",
+        ),
+        ({"messages": FRANCE, "stream_options": {"include_usage": True}}, 400, "stream_options", "without"),
+        (b'{"messages": [], "messages": []}', 400, "messages", "gives messages twice"),
+        (
+            b'{"messages": [{"role": "user", "role": "user", "content": "x"}]}',
+            400,
+            "messages[0].role",
+            "gives messages[0].role twice",
+        ),
+        (b'{"messages": [], "temperature": NaN}', 400, "body", "no number of JSON"),
         ({"messages": FRANCE, "model": "gpt-4"}, 404, "model", "the model served here is 'tiny'"),
         ({"messages": FRANCE, "tools": [{"type": "function"}]}, 400, "tools[0].function", "a name"),
         ({"messages": []}, 400, "messages", "messages"),
@@ -221,6 +235,7 @@ async def test_deadline_overload_and_loss_have_their_status(serve: Serve) -> Non
     status, answer, headers = await post(server, "/v1/completions", {"prompt": [5], "max_tokens": 9})
     assert (status, answer["error"]["message"]) == (503, "shard 1 is lost")
     assert headers["Retry-After"]
+    assert headers["X-Request-Id"]
 
 
 async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error(serve: Serve) -> None:

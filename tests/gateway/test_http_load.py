@@ -146,6 +146,10 @@ async def test_floods_of_headers_are_refused(serve: Serve) -> None:
         except ConnectionResetError:
             answer = b"HTTP/1.1 400"  # it was refused before all of it was sent
         assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:100]
+        if body := answer.partition(b"\r\n\r\n")[2]:
+            told = json.loads(body)["error"]
+            assert (told["type"], told["param"]) == ("invalid_request_error", None)
+            assert "the request is not HTTP as it is spoken here" in told["message"]
         writer.close()
     assert await is_served(server)
 
@@ -203,7 +207,7 @@ async def test_connections_beyond_the_limit_are_refused_at_once(
     answer = await asyncio.wait_for(reader.read(), 10)
     assert answer.startswith(b"HTTP/1.1 429")
     assert b"Retry-After" in answer
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "rate_limit_exceeded"
     for _, writer in held:
         writer.close()
 

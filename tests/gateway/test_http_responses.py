@@ -139,9 +139,21 @@ USER = {"role": "user", "content": "Hi"}
         ({"input": [USER, {"role": "nobody", "content": "x"}]}, "input[1].role", "input[1].role is 'nobody'"),
         (
             {"input": [USER, {"type": "function_call", "name": "now", "call_id": "1", "arguments": "{"}]},
-            "input[1].tool_calls[0].function.arguments",
+            "input[1].arguments",
             "JSON object",
         ),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+            "input[0].encrypted_content",
+            "unknown",
+        ),
+        ({"input": [USER | {"weight": 1}]}, "input[0].weight", "of type message"),
+        (
+            {"input": [USER | {"content": [{"type": "input_text", "text": "x", "detail": "low"}]}]},
+            "input[0].content[0].detail",
+            "unknown",
+        ),
+        ({"tools": [{"type": "function", "name": "f", "foo": 1}]}, "tools[0].foo", "unknown"),
         ({"instructions": 5}, "instructions", "must be text"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
         ({"max_tokens": 5}, "max_tokens", "did you mean"),
@@ -179,6 +191,9 @@ async def test_values_that_ask_for_nothing_are_taken(chat_server: GatewayServer,
         "metadata": {},
         "user": "me",
         "service_tier": "auto",
+        "tool_choice": "auto",
+        "tools": [],
+        "parallel_tool_calls": True,
     }
     status, answer, _ = await post(chat_server, "/v1/responses", {"input": "Hi"} | neutral)
     assert (status, answer["status"]) == (200, "completed")

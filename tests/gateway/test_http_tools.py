@@ -208,6 +208,31 @@ async def test_histories_that_other_servers_have_stumbled_over(
             "tools[0].function.parameters",
             "JSON schema",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a"}, "x": 1}]},
+            "tools[0].x",
+            "a tool may hold type, function",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "params": {}}}]},
+            "tools[0].function.params",
+            "may hold name, description, parameters, strict",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": "yes"}}]},
+            "tools[0].function.strict",
+            "true or false",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "description": 5}}]},
+            "tools[0].function.description",
+            "must be text",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "now"}, "x": 1}},
+            "tool_choice.x",
+            "unknown",
+        ),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name", "a name of its own"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "auto, none, required"),
         ({"tool_choice": "required"}, "tool_choice", "without tools"),

@@ -48,7 +48,7 @@ async def test_both_doors_say_when_to_come_again(serve: Serve, stub_of: Any) -> 
     assert "--max-queued-requests" in str(caught.value.details())
     assert retry_s(caught.value) == 1.5
     status, answer, headers = await post(server, "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2})
-    assert (status, answer["error"]["code"], headers["Retry-After"]) == (429, "overloaded", "2")
+    assert (status, answer["error"]["code"], headers["Retry-After"]) == (429, "rate_limit_exceeded", "2")
     assert not group.requests
 
 

@@ -213,7 +213,7 @@ CUT = {
     "v31 in its end": (
         "v31",
         f"{BEGIN}<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁c",
-        [("now", "{}<｜tool▁c")],
+        [("now", "{}")],
         "",
     ),
     "v32 text": (
@@ -232,7 +232,7 @@ CUT = {
         "glm",
         "<tool_call>note<arg_key>text</arg_key><arg_value>a</arg_value><arg_key>an",
         [("note", '{"text": "a"')],
-        "<arg_key>an",
+        "",
     ),
     "glm malformed after a value": (
         "glm",
@@ -262,6 +262,19 @@ def test_what_is_no_call_stays_content(name: str) -> None:
 def test_a_call_that_is_cut_has_cut_arguments(name: str) -> None:
     form, text, calls, content = CUT[name]
     assert read([text], form) == Answer("", content, calls)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, answer) in WHOLE.items() if answer.calls])
+def test_a_cut_anywhere_lets_no_mark_into_arguments(name: str) -> None:
+    """What has come of arguments is the beginning of the whole ones, or that and a value without quotes."""
+    form, text, whole = WHOLE[name]
+    for end in range(len(text)):
+        cut = read([text[:end]], form)
+        for (tool, arguments), (_, expected) in zip(cut.calls, whole.calls, strict=False):
+            before_value, _, value = arguments.rpartition(": ")
+            assert expected.startswith(arguments) or value in text[:end], (end, tool)
+            assert expected.startswith(before_value)
+            assert not any(mark in arguments for mark in ("<arg", "</arg", "<｜", "</｜", "```")), end
 
 
 ALL = [(form, text) for form, text, *_ in (*WHOLE.values(), *MALFORMED.values(), *CUT.values())]

@@ -164,7 +164,7 @@ def test_chats_are_rendered_without_a_second_beginning(frontend: ModelFrontend) 
         ([{"role": "user", "content": 3}], "messages[0].content", "content is 3"),
         (
             [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}],
-            "messages[1].content",
+            "messages[1].content[0]",
             "type 'image_url'",
         ),
     ],

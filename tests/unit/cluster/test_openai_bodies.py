@@ -15,6 +15,7 @@ from tests.support.scripted_chat import chat_frontend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
+GLM = Path(__file__).parent / "templates" / "glm_style.jinja"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,6 @@ def test_parameters_arrive(frontend: ModelFrontend) -> None:
         "min_p": 0.1,
         "seed": 11,
         "max_completion_tokens": 9,
-        "max_tokens": 3,
         "stop": ["a", "b"],
         "stop_token_ids": [4],
         "ignore_eos": True,
@@ -174,23 +174,58 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
             "no kind of constraint",
         ),
         (CHAT, {"guided_choice": "ab"}, "guided_choice", "choice that is no list of texts"),
-        (CHAT, {"guided_regex": "a("}, "structured_outputs", "The parenthesis is not closed"),
+        (CHAT, {"guided_regex": "a("}, "guided_regex", "The parenthesis is not closed"),
         (
             CHAT,
             {"guided_json": {"type": "array", "items": {"not": {}}}},
-            "structured_outputs",
-            "not is not enforced; write the schema without it (at /items)",
+            "guided_json",
+            "guided_json holds a json that cannot be enforced: not is not enforced; write the schema without",
         ),
         (COMPLETIONS, {"stream_options": {"a": 1}}, "stream_options", "not supported; leave it out"),
         (CHAT, {"temprature": 1}, "temprature", "unknown; did you mean temperature?"),
         (CHAT, {"prompt": "x"}, "prompt", "parameter prompt is unknown"),
+        (CHAT, {"top_a": 1}, "top_a", "parameter top_a is unknown"),
+        (CHAT, {"input": "x"}, "input", "did you mean messages?"),
+        (COMPLETIONS, {"messages": []}, "messages", "did you mean prompt?"),
+        (
+            CHAT,
+            {"max_tokens": 5, "max_completion_tokens": 6},
+            "max_tokens",
+            "max_tokens and max_completion_tokens both say",
+        ),
+        (CHAT, {"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "an object of at most 4096 token ids"),
+        (CHAT, {"logit_bias": {"05": 2}}, "logit_bias", "token ids"),
+        (CHAT, {"logit_bias": {"٥": 2}}, "logit_bias", "token ids"),
+        (CHAT, {"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto' without tools"),
+        (CHAT, {"tool_choice": "auto", "tools": []}, "tool_choice", "without tools"),
+        (CHAT, {"parallel_tool_calls": True}, "parallel_tool_calls", "without tools"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it must be"),
+        (COMPLETIONS, {"echo": True, "logprobs": 21}, "logprobs", "logprobs is 21"),
+        (
+            CHAT,
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"not": {}}},
+                }
+            },
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema holds a json that cannot be enforced",
+        ),
+        (CHAT, {"structured_outputs": {"regex": "a("}}, "structured_outputs.regex", "not closed"),
+        (
+            CHAT,
+            {"response_format": {"type": "structural_tag", "format": {}, "x": 1}},
+            "response_format.x",
+            "holds 'x'",
+        ),
         (CHAT, {"messages": None}, "messages", "messages is null; it must be a list"),
         (CHAT, {"messages": [None]}, "messages[0]", "messages[0] is null; it must be an object"),
         (CHAT, {"messages": {"role": "user"}}, "messages", "it must be a list"),
         (CHAT, {"model": 5}, "model", "model is 5; it must be text"),
         (CHAT, {"logprobs": "yes"}, "logprobs", "logprobs is 'yes'; it must be true or false"),
         (CHAT, {"chat_template_kwargs": []}, "chat_template_kwargs", "it must be an object"),
-        (CHAT, {"messages": [{"role": "user", "content": [None]}]}, "messages[0].content", "holds null"),
+        (CHAT, {"messages": [{"role": "user", "content": [None]}]}, "messages[0].content[0]", "[0] is null"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": "a\ud800"}]},
@@ -200,13 +235,13 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
         (
             CHAT,
             {"messages": [{"role": "user", "name": "\ud800", "content": "a"}]},
-            "messages",
-            "surrogates not allowed",
+            "messages[0].name",
+            "half of a surrogate pair",
         ),
         (CHAT, {"temperature": "hot"}, "temperature", "temperature is 'hot'; it must be a number"),
         (CHAT, {"temperature": -1}, "temperature", "from 0 (greedy)"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "without logprobs"),
-        (CHAT, {"logprobs": True, "top_logprobs": "all"}, "logprobs", "logprobs is 'all'"),
+        (CHAT, {"logprobs": True, "top_logprobs": "all"}, "top_logprobs", "top_logprobs is 'all'"),
         (CHAT, {"stop": 5}, "stop", "stop is 5"),
         (CHAT, {"ignore_eos": "yes"}, "ignore_eos", "ignore_eos is 'yes'"),
         (
@@ -216,7 +251,7 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
             "max_tokens is 0; it must be",
         ),
         (CHAT, {"max_tokens": 64}, "max_tokens", "max_tokens is 64; the prompt has"),
-        (CHAT, {"max_completion_tokens": 64}, "max_tokens", "max_tokens is 64; the prompt has"),
+        (CHAT, {"max_completion_tokens": 64}, "max_completion_tokens", "max_completion_tokens is 64; the"),
         (COMPLETIONS, {"max_tokens": 64}, "max_tokens", "max_tokens is 64; the prompt has"),
         (COMPLETIONS, {"detokenize": False}, "detokenize", "parameter detokenize is unknown"),
         (COMPLETIONS, {"prompt": ["a"] * 1025}, "prompt", "holds 1025 prompts; send at most 1024"),
@@ -250,6 +285,91 @@ def test_what_cannot_be_done_is_named(
         parse_body(url, body | change).to_requests("r", frontend)[0]
     assert words in str(caught.value)
     assert caught.value.field == field
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "words"),
+    [
+        ({"role": "user", "content": None}, "content", "content is null; it must be text"),
+        ({"role": "user"}, "content", "content is null"),
+        ({"role": "user", "content": []}, "content", "content is []"),
+        ({"role": "system", "content": None}, "content", "content is null"),
+        ({"role": "tool", "content": None, "tool_call_id": "1"}, "content", "content is null"),
+        ({"role": "assistant", "content": None}, "content", "or null where there are tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "content", "content is null"),
+        ({"role": "assistant", "content": "x", "refusal": "y"}, "content", "beside a refusal"),
+        ({"role": "user", "content": "x", "nmae": "y"}, "nmae", "a message of role user may hold role"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls", "is unknown"),
+        ({"role": "user", "content": "x", "tool_call_id": "1"}, "tool_call_id", "is unknown"),
+        ({"role": "user", "content": "x", "name": 5}, "name", "name is 5; it must be text"),
+        ({"role": "assistant", "audio": {"id": "a"}, "content": "x"}, "audio", "is unknown"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]},
+            "content[0].cache_control",
+            "it may hold type, text",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "content[0].text", "text is null"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "content[0]", "'refusal'"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "content[0]", "only text parts"),
+        ({"role": "assistant", "tool_calls": [CALL | {"x": 1}]}, "tool_calls[0].x", "is unknown"),
+        ({"role": "assistant", "tool_calls": [CALL | {"index": 1}]}, "tool_calls[0].index", "must be 0"),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "args": {}}}]},
+            "tool_calls[0].function.args",
+            "it may hold name, arguments",
+        ),
+    ],
+)
+def test_what_a_message_cannot_hold_is_named(message: dict[str, Any], field: str, words: str) -> None:
+    glm = chat_frontend(str(GLM))
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_body(CHAT, {"messages": [*MESSAGES, message]}).to_requests("r", glm)
+    assert refused.value.field == f"messages[1].{field}"
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "", "name": "me"},
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm."},
+        {"role": "assistant", "tool_calls": [CALL | {"index": 0}], "function_call": None, "annotations": []},
+    ],
+    ids=str,
+)
+def test_what_a_message_may_hold_is_taken(message: dict[str, Any]) -> None:
+    glm = chat_frontend(str(GLM))
+    [request] = parse_body(CHAT, {"messages": [*MESSAGES, message]}).to_requests("r", glm)
+    prompt = glm.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert ("I will not." in prompt) == ("I will not." in str(message))
+
+
+def test_a_field_that_the_template_reads_is_taken(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{{ m.get('mood') }}{{ m['of'] }}{% endfor %}")
+    own = chat_frontend(str(template))
+    message = MESSAGES[0] | {"mood": "glad", "of": "it"}
+    [request] = parse_body(CHAT, {"messages": [message]}).to_requests("r", own)
+    assert own.tokenizer.decode(request.prompt_token_ids).endswith("Higladit")
+    for name in ("moo", "get", "it"):
+        with pytest.raises(InvalidRequestError, match=f"messages.0..{name} is unknown"):
+            parse_body(CHAT, {"messages": [message | {name: 1}]}).to_requests("r", own)
+
+
+@pytest.mark.parametrize("name", ["a<b", "", " a", "a" * 257])
+def test_a_property_that_a_form_of_calls_cannot_write_is_refused(name: str) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = parse_body(CHAT, {"messages": MESSAGES, "tools": tools})
+    with pytest.raises(InvalidRequestError, match="rename it") as refused:
+        body.to_requests("r", chat_frontend(str(GLM)))
+    assert refused.value.field == "tools[0].function.parameters.properties"
+    assert body.to_requests("r", chat_frontend(str(GLM), tool_call_parser="deepseek_v31"))
 
 
 def test_rules_of_a_body(frontend: ModelFrontend) -> None:
