@@ -31,11 +31,26 @@ def serve(
             help="How long live requests may go on after a signal.",
         ),
     ] = 30.0,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            help="Let it outlive this command, on a running Ray cluster (--address): see `latentray stop`.",
+            show_default=False,
+        ),
+    ] = False,
+    name: Annotated[
+        str,
+        typer.Option("--name", metavar="NAME", help="With --detach: what it is called on the cluster."),
+    ] = "latentray",
 ) -> None:
     """Serve a model over gRPC on Ray.
 
     Ctrl-C or SIGTERM lets live requests finish; a second one ends at once.
     """
+    if detach:
+        _detach(settings.args, name)
+        return
     from cluster.launch.serving import start_server
     from cluster.report.kv_report import describe_kv_cache
     from cluster.report.memory import describe_memory
@@ -77,6 +92,29 @@ def serve(
         logs.poll()
     if failure is not None:
         raise UnavailableError(failure)
+
+
+def _detach(args: ServeArgs, name: str) -> None:
+    """Errors: ConfigError without a cluster that is there already; as start_detached."""
+    from cluster.launch.detached import require_cluster, start_detached
+    from cluster.launch.ray_session import RaySession
+
+    with closing(RaySession(require_cluster(args.address))), closing(ProgressLine()) as progress:
+        found = start_detached(name, args, progress)
+    typer.echo(
+        f"latentray: {found.name} is serving at {found.server} (started in {progress.elapsed_s:.1f} s)"
+    )
+    scheme = "http" if args.tls_cert is None else "https"
+    typer.echo(f"latentray: memory: {found.memory}")
+    if found.http_port is not None:
+        typer.echo(f"latentray: OpenAI's API at {scheme}://{args.host}:{found.http_port}/v1")
+    if found.metrics_port is not None:
+        typer.echo(f"latentray: metrics at {scheme}://{args.host}:{found.metrics_port}/metrics")
+    typer.echo(f"latentray: logs in {found.log_folder}")
+    at = f"--address {args.address or 'auto'}"
+    typer.echo(
+        f"latentray: how it is: latentray status {at} --name {name}; its end: latentray stop {name} {at}"
+    )
 
 
 _ONE_SIGNAL_S = 2.0

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from cluster.cli.server_flags import with_credentials
 from cluster.cli.tables import print_table
 from cluster.client.credentials import Credentials
 from cluster.errors import EXIT_UNAVAILABLE
+from kernels_integration.errors import UnavailableError
 
 ServerFlag = Annotated[
     str,
@@ -25,10 +27,32 @@ ServerFlag = Annotated[
 ]
 
 
+RayFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="RAY",
+        help="Ray cluster that a detached deployment runs on, such as auto; instead of --server.",
+        show_default=False,
+    ),
+]
+NameFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        metavar="NAME",
+        help="With --address: of the deployment [default: the only one]",
+        show_default=False,
+    ),
+]
+
+
 @with_credentials
 def status(
     credentials: Credentials,
     server: ServerFlag = "127.0.0.1:50051",
+    address: RayFlag = None,
+    name: NameFlag = None,
     batch: Annotated[
         str | None,
         typer.Option(
@@ -52,6 +76,8 @@ def status(
     if batch is not None:
         _tell_of_batch(batch, as_json=as_json, watch=watch)
         return
+    if address is not None:
+        server = _server_of(address, name)
     from cluster.client import Client
 
     with Client(server, timeout_s=5.0, credentials=credentials) as client:
@@ -80,6 +106,18 @@ def status(
             _watch(client, watch, [load.stats for load in loads], as_json=as_json)
     if not health.healthy:
         raise typer.Exit(EXIT_UNAVAILABLE)
+
+
+def _server_of(address: str, name: str | None) -> str:
+    """Where a deployment listens. Errors: ConfigError, UnavailableError, also when it does not serve."""
+    from cluster.launch import detached
+    from cluster.launch.ray_session import RaySession
+
+    with closing(RaySession(address)):
+        found = detached.describe(detached.find(name)[1])
+    if not found.server:
+        raise UnavailableError(f"{found.name} does not listen yet: {found.state}")
+    return found.server
 
 
 def _tell_of_batch(name: str, *, as_json: bool, watch: float | None) -> None:

@@ -1,24 +1,18 @@
 """Batches as jobs of a running cluster: `ray job submit`, and `latentray submit` with the same outcome."""
 
 import json
-import os
-import secrets
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli_process import ROOT, SMALL, command, environment
+from tests.support.cli_process import ROOT, SMALL, command
 from tests.support.cutting_proxy import CuttingProxy
+from tests.support.ray_head import RayCluster, ray_head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow]
 
@@ -30,66 +24,10 @@ WITNESSES = {
 """Files of the submitted folder that write down where they were imported from."""
 
 
-@dataclass
-class RayCluster:
-    address: str
-    dashboard: str
-    env: dict[str, str]
-
-    def ray(self, *argv: str, **more: object) -> subprocess.CompletedProcess[str]:
-        argv = (sys.executable, "-m", "ray.scripts.scripts", *argv)
-        return subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=240, **more)  # type: ignore[call-overload,no-any-return]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    """A head of our own, with a token of our own: Ray may find another one in the user's home."""
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.touch(0o600)
-    token.write_text(secrets.token_hex(32))
-    env = environment(
-        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0"
-    )
-    port, dashboard_port = free_ports(2)
-    folder = tempfile.mkdtemp(prefix="lr-", dir="/tmp")  # Ray's sockets need a short path
-    head = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-            *("--node-ip-address", "127.0.0.1", "--port", str(port), "--num-cpus", "4"),
-            *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)),
-            *("--temp-dir", folder, "--object-store-memory", str(100 * 10**6), "--disable-usage-stats"),
-        ],
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    cluster = RayCluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", env)
-    try:
-        deadline_s = time.monotonic() + 90
-        while cluster.ray("job", "list", "--address", cluster.dashboard).returncode:
-            assert head.poll() is None, "the head has ended"
-            assert time.monotonic() < deadline_s, "the dashboard does not answer"
-            time.sleep(0.5)
+def ray_cluster() -> Iterator[RayCluster]:
+    with ray_head() as cluster:
         yield cluster
-    finally:
-        head.terminate()
-        try:
-            head.wait(30)
-        finally:
-            if head.poll() is None:
-                os.killpg(head.pid, signal.SIGKILL)
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_submitted_folder_needs_no_installation(ray_cluster: RayCluster, tmp_path: Path) -> None:
