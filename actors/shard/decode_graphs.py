@@ -50,9 +50,8 @@ class DecodeGraphs:
         return captured.passed
 
     def _may_capture(self, shape: DecodeShape) -> bool:
-        # Filters sort by torch's code, which waits for the host.
-        is_fixed = shape.num_places > 0 and not shape.has_filters
-        return self._is_on and is_fixed and shape in self._seen and len(self._captured) < MAX_GRAPHS
+        is_known = shape.num_places > 0 and shape in self._seen
+        return self._is_on and is_known and len(self._captured) < MAX_GRAPHS
 
     def _capture(self, shape: DecodeShape, places: Tensor) -> _Captured | None:
         """None where it fails: then nothing is captured any more. Capturing computes nothing."""

@@ -9,7 +9,7 @@ from kernels_integration.dcp import DcpGroup, merge_attention
 from kernels_integration.kv_formats import StoredVectors
 from kernels_integration.kv_layout import FP8_DS_MLA, FP8_TILE
 from kernels_integration.plan import SparseMLAPlan, plan_from_indptr
-from kernels_integration.reference import drawing, layers, selection
+from kernels_integration.reference import layers, selection
 from kernels_integration.reference.rows import in_groups
 from kernels_integration.registry import Capabilities, Needs
 from kernels_integration.rows import Rows, Selection
@@ -19,6 +19,7 @@ from kernels_integration.triton import (
     cache_write,
     exact_product,
     experts,
+    filters,
     indexer,
     listing,
     mla_attention,
@@ -28,6 +29,7 @@ from kernels_integration.triton import (
     router,
     sampling,
 )
+from kernels_integration.triton.attention_items import num_splits
 from kernels_integration.triton.local_rows import LocalRows
 from kernels_integration.triton.rows import local_rows, slots_of
 from kernels_integration.triton.topk import select_best
@@ -154,6 +156,8 @@ class TritonBackend:
         self.device = torch.device(device)
         self._num_parts = num_parts or _num_multiprocessors(self.device)
         self._last_rows: tuple[Rows, _PassRows] | None = None
+        self._of_chosen: Tensor | None = None
+        """kv_indptr of the last rows that chose among more tokens than they may keep."""
 
     def linear(self, weight: Weight) -> Linear:
         kind = DeterministicProduct if self._deterministic else MatrixProduct
@@ -268,17 +272,31 @@ class TritonBackend:
                 q[start:end], weights[start:end], keys, part, part_scores, is_fixed=self._deterministic
             )
             select_best(part_scores, part, kv_indptr[start : end + 1], kv_indices, topk=topk)
+        self._of_chosen = kv_indptr
         return Selection(kv_indptr=kv_indptr, kv_indices=kv_indices)
 
     def plan(self, selection: Selection, like: SparseMLAPlan | None = None) -> SparseMLAPlan:
         if like is not None and like.kv_indptr is selection.kv_indptr:
             return like.with_indices(selection.kv_indices)
         rows = selection.kv_indptr.shape[0] - 1
-        if self._deterministic or mla_attention.runs_rows_alone(rows, self._num_parts):
+        if self._is_split_fixed(selection) or mla_attention.runs_rows_alone(rows, self._num_parts):
             return plan_from_indptr(selection.kv_indptr, None, kv_indices=selection.kv_indices)
         return plan_build.build_plan_from_indptr(
             selection.kv_indptr, self._num_parts, kv_indices=selection.kv_indices
         )
+
+    def _is_split_fixed(self, selection: Selection) -> bool:
+        """Whether rows are cut at fixed places: where that is asked for, or as good as a plan's split.
+
+        That is where rows are about as long as each other and their parts fill the device once.
+        """
+        if self._deterministic:
+            return True
+        if selection.kv_indptr is not self._of_chosen:
+            return False
+        most = _most_tokens(selection.kv_indptr, selection.kv_indices.shape[0])
+        num_items = (selection.kv_indptr.shape[0] - 1) * num_splits(most)
+        return 3 * self._num_parts <= 4 * num_items <= 4 * self._num_parts
 
     def attention_dtype(self, dtype: torch.dtype, *, is_merged: bool) -> torch.dtype:
         return torch.float32 if is_merged else dtype
@@ -286,15 +304,20 @@ class TritonBackend:
     def attend(
         self, plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
     ) -> None:
-        fixed_most = _most_tokens(plan) if self._deterministic else None
+        runs_whole = not self._deterministic and mla_attention.runs_rows_alone(plan.rows, self._num_parts)
+        is_fixed = plan.split is None and not runs_whole
+        fixed_most = _most_tokens(plan.kv_indptr, plan.kv_bound) if is_fixed else None
         mla_attention.run(plan, q, kv, o, lse, sm_scale=sm_scale, fixed_most=fixed_most)
 
     def draw(self, logits: Tensor, vocab_start: int, rows: SamplingRows, *, has_filters: bool) -> Tensor:
-        if has_filters:
-            return drawing.draw(logits, vocab_start, rows, has_filters=True)
         tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         temperature = rows.temperature.masked_fill(rows.top_k == 1, 0.0).float()
-        sampling.draw(logits, temperature, rows.seed, rows.position, tokens, vocab_start=vocab_start)
+        cuts = None
+        if has_filters:
+            cuts = filters.cut_rows(logits, temperature, rows.top_k, rows.top_p, rows.min_p)
+        sampling.draw(
+            logits, temperature, rows.seed, rows.position, tokens, vocab_start=vocab_start, cuts=cuts
+        )
         return tokens
 
     def merge(self, o: Tensor, lse: Tensor, dcp: DcpGroup) -> Tensor:
@@ -335,11 +358,11 @@ def _with_heads(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
-def _most_tokens(plan: SparseMLAPlan) -> int:
+def _most_tokens(kv_indptr: Tensor, kv_bound: int) -> int:
     """Of a row, at most: on a device every row of `_PassRows.pointers` has as much room."""
-    if plan.kv_indptr.device.type == "cpu":
-        return int(plan.kv_indptr.diff().max()) if plan.rows else 0
-    return plan.kv_bound // max(plan.rows, 1)
+    if kv_indptr.device.type == "cpu":
+        return int(kv_indptr.diff().max()) if kv_indptr.shape[0] > 1 else 0
+    return kv_bound // max(kv_indptr.shape[0] - 1, 1)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

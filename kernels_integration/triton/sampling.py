@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels_integration.sampling import GREEDY_BELOW
 from kernels_integration.token_marks import NO_TOKEN
+from kernels_integration.triton.filters import over_temperature, rank_of
 
 _BLOCK = 4096
 
@@ -24,12 +25,13 @@ def draw(
     *,
     vocab_start: int = 0,
     purpose: int = 0,
+    cuts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """tokens [R] int64 = argmax over the slice of logits / temperature + gumbel(seed, position, token).
 
     logits [R, V] float32 of tokens vocab_start..; temperature [R] float32, below GREEDY_BELOW: the best
     logit; seed, position [R] int64. Of equal scores the lower id. NaN and +inf count as -inf; where nothing
-    else is, the token is NO_TOKEN.
+    else is, the token is NO_TOKEN. cuts: of `filters.cut_rows`, whose tokens alone are drawn.
     """
     R, V = logits.shape
     if R == 0:
@@ -52,6 +54,8 @@ def draw(
         vocab_start,
         first_block,
         purpose,
+        *(cuts or (position, position)),
+        HAS_CUTS=cuts is not None,
         GREEDY_BELOW=GREEDY_BELOW,
         BLOCKS=_BLOCK // 4,
         num_warps=4,
@@ -88,6 +92,9 @@ def _better(
     num_tokens,
     scale,
     is_greedy,
+    cut_rank,
+    cut_token,
+    HAS_CUTS: tl.constexpr,
 ):
     """The better of what was found and of token `place` of each block, as (value, rest, token).
 
@@ -97,10 +104,12 @@ def _better(
     is_token = (column >= 0) & (column < num_tokens)
     logit = tl.load(logits_at + column, mask=is_token, other=float("-inf"))
     is_finite = is_token & (logit < float("inf")) & (logit > float("-inf"))
-    # Over a small temperature a logit may leave float32: it is held at its greatest number.
-    divided = tl.minimum(tl.math.div_rn(logit, tl.zeros_like(logit) + scale), 3.4028234663852886e38)
+    divided = over_temperature(logit, scale)
     s = tl.where(is_greedy, logit, divided).to(tl.float64)
     is_finite = is_finite & (s > float("-inf"))
+    if HAS_CUTS:
+        rank = rank_of(divided)
+        is_finite = is_finite & ((rank > cut_rank) | ((rank == cut_rank) & (column <= cut_token)))
     s = tl.where(is_finite, s, 0.0)
     total = s + noise
     noise_part = total - s
@@ -135,6 +144,9 @@ def _draw_tiles(
     vocab_start,
     first_block,
     purpose,
+    cut_ranks,
+    cut_tokens,
+    HAS_CUTS: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -159,10 +171,19 @@ def _draw_tiles(
     r = tl.zeros([BLOCKS], tl.float64)
     t = tl.full([BLOCKS], 9223372036854775807, tl.int64)
     at = logits + row * stride_logits
-    v, r, t = _better(v, r, t, at, n_0, block, 0, vocab_start, num_tokens, scale, is_greedy)
-    v, r, t = _better(v, r, t, at, n_1, block, 1, vocab_start, num_tokens, scale, is_greedy)
-    v, r, t = _better(v, r, t, at, n_2, block, 2, vocab_start, num_tokens, scale, is_greedy)
-    v, r, t = _better(v, r, t, at, n_3, block, 3, vocab_start, num_tokens, scale, is_greedy)
+    cut_rank, cut_token = tl.load(cut_ranks + row), tl.load(cut_tokens + row)
+    v, r, t = _better(
+        v, r, t, at, n_0, block, 0, vocab_start, num_tokens, scale, is_greedy, cut_rank, cut_token, HAS_CUTS
+    )
+    v, r, t = _better(
+        v, r, t, at, n_1, block, 1, vocab_start, num_tokens, scale, is_greedy, cut_rank, cut_token, HAS_CUTS
+    )
+    v, r, t = _better(
+        v, r, t, at, n_2, block, 2, vocab_start, num_tokens, scale, is_greedy, cut_rank, cut_token, HAS_CUTS
+    )
+    v, r, t = _better(
+        v, r, t, at, n_3, block, 3, vocab_start, num_tokens, scale, is_greedy, cut_rank, cut_token, HAS_CUTS
+    )
     value, rest, token = _best_of(v, r, t)
     out = row * tl.num_programs(0) + tile
     tl.store(best_value + out, value)

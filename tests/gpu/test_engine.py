@@ -50,7 +50,6 @@ def test_streams_are_those_of_the_cpu(of_the_cpu, backend, dtype, num_drafts):
 def test_graphs_replay_what_runs_eagerly(monkeypatch, caplog, scheduling):
     """In bfloat16, bit for bit: the same kernels on the same shapes."""
     settings = {
-        "draws": ((0.0, 0), (0.8, 0)),  # steps with filters are not captured
         "device": "cuda",
         "attention_backend": "triton",
         "dtype": "bfloat16",

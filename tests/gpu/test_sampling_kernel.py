@@ -9,9 +9,11 @@ pytest.importorskip("triton", reason="the kernels need triton: pip install trito
 
 from actors.acceptance import count_emitted
 from kernels_integration.collectives import SoloCollectives
-from kernels_integration.sampling import SamplingRows, sample
+from kernels_integration.reference.drawing import _survives
+from kernels_integration.sampling import SamplingRows, over_temperature, sample
 from kernels_integration.token_marks import NO_TOKEN
 from kernels_integration.triton import sampling
+from kernels_integration.triton.filters import cut_rows
 from tests.support.guarded import Guarded
 
 
@@ -97,3 +99,60 @@ def test_counts_what_the_coordinator_counts(device, most_drafts):
         drafts[in_row[:, 1:]].numpy(), tokens[in_row].numpy(), np.asarray(k, dtype=np.int64)
     )
     assert emitted.tensor.tolist() == expected.tolist()
+
+
+def cut_case(vocab: int, seed: int, *, is_rounded: bool = False) -> tuple[Tensor, SamplingRows]:
+    """Each filter alone and all together; ties, where rounded."""
+    generator = torch.Generator().manual_seed(seed)
+    temperature = torch.tensor([1.0, 0.7, 1.0, 0.6, 1.3, 0.0, 2.0, 1.0, 1e-5, 1.0, 1.0, 1.0])
+    logits = torch.randn(12, vocab, generator=generator) * 2
+    if is_rounded:
+        logits = logits.round()
+    logits[9, :] = 0.5
+    logits[10, 7:] = -torch.inf
+    logits[11, [3, 5]] = torch.tensor([torch.nan, torch.inf])
+    rows = SamplingRows(
+        temperature=temperature,
+        top_k=torch.tensor([5, 0, 0, 50, vocab + 3, 7, 0, 0, 20, 6, 0, 1]),
+        top_p=torch.tensor(
+            [1.0, 0.9, 1.0, 0.95, 0.5, 0.3, 0.0, 1.0, 0.9, 0.5, 0.8, 0.9], dtype=torch.float64
+        ),
+        min_p=torch.tensor([0, 0, 0.1, 0.05, 0, 0, 0, 1.0, 0, 0, 0, 0], dtype=torch.float64),
+        seed=torch.randint(0, 1 << 40, (12,), generator=generator),
+        position=torch.randint(0, 1 << 20, (12,), generator=generator),
+    )
+    return logits, rows
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize("vocab", [9, 300, 5000, pytest.param(102400, marks=pytest.mark.gpu)])
+def test_filters_keep_what_torch_keeps(device, vocab, is_rounded):
+    """The last token kept, and the whole set: by the sort of the torch backend."""
+    logits, rows = cut_case(vocab, vocab, is_rounded=is_rounded)
+    greedy = (rows.temperature < 1e-5) | (rows.top_k == 1)
+    temperature = rows.temperature.masked_fill(greedy, 0.0)
+    ranks, tokens = cut_rows(
+        Guarded.of(logits, device).tensor,
+        *(part.to(device) for part in (temperature, rows.top_k, rows.top_p, rows.min_p)),
+    )
+    finite = logits.where(logits < torch.inf, -torch.inf)
+    scaled = over_temperature(finite, temperature.masked_fill(greedy, 1.0))
+    bits = scaled.where(scaled != 0, 0.0).view(torch.int32).long() & 0xFFFFFFFF
+    rank = torch.where(bits >= 1 << 31, bits ^ 0xFFFFFFFF, bits ^ 0x80000000) + 1
+    ranks, tokens = ranks.cpu().unsqueeze(1), tokens.cpu().unsqueeze(1)
+    kept = (rank > ranks) | ((rank == ranks) & (torch.arange(vocab) <= tokens))
+    expected = _survives(scaled, rows) | greedy.unsqueeze(1)
+    assert torch.equal(kept & (scaled > -torch.inf), expected & (scaled > -torch.inf))
+
+
+@pytest.mark.parametrize("vocab", [300, 5000])
+def test_filtered_draws_are_torchs(device, vocab):
+    logits, rows = cut_case(vocab, 1)
+    expected = sample(logits, 0, rows, SoloCollectives()).tokens
+    greedy = rows.top_k == 1
+    temperature = rows.temperature.masked_fill(greedy, 0.0).to(device)
+    on_device = logits.to(device)
+    cuts = cut_rows(on_device, temperature, *(p.to(device) for p in (rows.top_k, rows.top_p, rows.min_p)))
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
+    sampling.draw(on_device, temperature, rows.seed.to(device), rows.position.to(device), tokens, cuts=cuts)
+    assert torch.equal(tokens.cpu(), expected)
