@@ -4,9 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SMG_VERSION := 1.13.0
 CLIENTS := litellm==1.110.2 langchain-openai==1.7.4 schemathesis==4.32.5
-# Two workers for what only computes; what starts Ray and servers, or watches clocks, then runs one at a time.
-SPREAD := -n 2 --maxschedchunk 1
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Two cores are enough. File by file, as files share groups and servers; one worker more than cores where
+# servers are started, since who starts one mostly waits. What watches clocks then runs alone.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+SPREAD := -n 3 $(BY_FILE)
+ALONE := -m alone tests/ray tests/gateway tests/unit/transport
+# Tests start Python hundreds of times: each would compile all that it imports.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup setup-dev demo serve test test-all test-fast test-gpu lint format clean
 
@@ -52,14 +56,14 @@ serve: setup  ## serve the bundled checkpoint; pass flags with ARGS="-tp 2 --por
 
 test: setup-dev  ## all tests: unit, Ray, gateway, end to end; of large products a sample
 	$(PYTEST) $(SPREAD) -m "not alone" tests
-	$(PYTEST) -m alone tests
+	$(PYTEST) $(ALONE)
 
 test-all: setup-dev  ## the same with every case of every product (nightly)
 	$(PYTEST) $(SPREAD) --all-cases -m "not alone" tests
-	$(PYTEST) --all-cases -m alone tests
+	$(PYTEST) --all-cases $(ALONE)
 
 test-fast: setup-dev  ## unit tests only: no Ray, no sockets
-	$(PYTEST) $(SPREAD) tests/unit -m "not slow and not alone"
+	$(PYTEST) -n 2 $(BY_FILE) tests/unit -m "not slow and not alone"
 
 test-gpu:  ## kernels on a GPU, with the python that has its torch: make test-gpu PYTHON=python3
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 8 -o addopts="-ra --strict-markers" tests/gpu

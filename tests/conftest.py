@@ -14,8 +14,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parents[1]
-ONE_AT_A_TIME = ("tests/ray/", "tests/gateway/", "tests/unit/transport/")
-"""They start clusters and servers, or watch clocks."""
+WATCH_CLOCKS = "tests/unit/transport/"
+"""All tests of this folder need the machine to themselves; others carry the mark `alone`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,14 +45,13 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep `num` cases of each test marked product(num); mark as `alone` all that needs the machine."""
+    """Keep `num` cases of each test marked product(num); mark what must be alone."""
     if not config.getoption("--all-cases"):
         dropped = _not_in_sample(items, config.getoption("--sample-seed"))
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     for item in items:
-        needs = any(item.get_closest_marker(name) for name in ("ray", "gateway"))
-        if needs or item.nodeid.startswith(ONE_AT_A_TIME):
+        if item.nodeid.startswith(WATCH_CLOCKS):
             item.add_marker(pytest.mark.alone)
 
 

@@ -44,7 +44,7 @@ def _run(requests: list[Request], *, together: bool = True, **config):
         group.close()
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(2)
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
 def test_streams_are_those_of_sync_mode(streams, tp, dcp, k) -> None:

@@ -151,7 +151,7 @@ def _live(group: InlineGroup, requests: list[Request], rng: random.Random) -> No
     assert all(c.failed is None or c.failed.code == "aborted" for c in ended.values())
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     "seed", [s if s in FAST else pytest.param(s, marks=pytest.mark.slow) for s in range(40)]
 )
@@ -167,6 +167,7 @@ def test_reports_are_those_of_the_ragged_shard(seed) -> None:
     assert (_Both.num_compared > 0) == (config["num_speculative_tokens"] > 0)
 
 
+@pytest.mark.product(1)
 @pytest.mark.parametrize("num_modules", [2, 3])
 @pytest.mark.parametrize("scheduling", ["sync", "deferred"])
 def test_several_modules(tmp_path, num_modules, scheduling) -> None:

@@ -28,7 +28,7 @@ def streams() -> dict[str, list[int]]:
     return {name: c.token_ids for name, c in collected.items()}
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(1)
 @pytest.mark.parametrize("scheduling", ["sync", "deferred"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("drafts_look", ["cheap", "dear"])

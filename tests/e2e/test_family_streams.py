@@ -72,7 +72,7 @@ def plain_streams(path: Path) -> dict[str, list[int]]:
     return {name: c.token_ids for name, c in collected.items()}
 
 
-@pytest.mark.product(12)
+@pytest.mark.product(6)
 @pytest.mark.parametrize(
     ("tp", "dcp", "expert_parallel"), [(1, 1, False), (2, 2, False), (4, 2, False), (4, 1, True)]
 )
@@ -95,7 +95,7 @@ def test_one_stream(path, tp, dcp, expert_parallel, k):
     assert {name: c.token_ids for name, c in collected.items()} == plain_streams(path)
 
 
-@pytest.mark.product(8)
+@pytest.mark.product(4)
 @pytest.mark.parametrize(
     "k", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3, 5]
 )

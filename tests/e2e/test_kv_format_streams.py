@@ -40,7 +40,7 @@ def streams() -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("tp", "dcp", "k"),
     [
@@ -61,11 +61,13 @@ def test_any_drafts_and_topology(streams, tp, dcp, k) -> None:
     assert _streams(num_speculative_tokens=k, **topology, **FP8) == streams
 
 
+@pytest.mark.product(1)
 @pytest.mark.parametrize("rows", [9, 33, 1024])
 def test_any_chunking(streams, rows) -> None:
     assert _streams(max_num_batched_tokens=rows, num_speculative_tokens=2, **FP8) == streams
 
 
+@pytest.mark.product(1)
 @pytest.mark.parametrize("dcp", [1, 2])
 def test_deferred_over_shared_prefixes_in_small_blocks(streams, dcp) -> None:
     config = {

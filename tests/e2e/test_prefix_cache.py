@@ -61,7 +61,7 @@ def _cuts(dcp: int) -> list[int]:
     return [n * size + d for n in (1, 2, 3) for d in (-1, 0, 1)]
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(1)
 @pytest.mark.parametrize("scheduling", ["sync", "deferred"])
 @pytest.mark.parametrize(
     ("tp", "dcp", "interleave", "k"),
@@ -144,6 +144,7 @@ def test_another_salt_shares_nothing(cold) -> None:
     watched.group.close()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("scheduling", ["sync", "deferred"])
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 2)])
 def test_a_preempted_request_finds_its_own_blocks(cold, scheduling, tp, dcp) -> None:

@@ -195,7 +195,7 @@ def _check_statistics(group: InlineGroup, lives: list[dict[str, Collected]]) -> 
     assert stats.num_cache_hits >= sum(c.last.num_cached_tokens for c in ended if c.updates)
 
 
-@pytest.mark.product(5)
+@pytest.mark.product(3)
 @pytest.mark.parametrize(
     "seed", [s if s in FAST else pytest.param(s, marks=pytest.mark.slow) for s in range(40)]
 )

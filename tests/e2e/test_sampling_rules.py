@@ -130,7 +130,7 @@ def test_the_rules_change_the_streams(streams, plain):
     assert streams["greedy-min-tokens"][-1] == EOS
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(1)
 @pytest.mark.parametrize(
     "config",
     [

@@ -139,7 +139,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     "config",
     CONFIGS,

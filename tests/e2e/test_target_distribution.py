@@ -121,7 +121,7 @@ def _p_value(observed: collections.Counter, expected: dict[int, float]) -> float
     return float(stats.chisquare(cells_observed, [c * scale for c in cells_expected]).pvalue)
 
 
-@pytest.mark.product(5)
+@pytest.mark.product(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SETTINGS)

@@ -17,7 +17,7 @@ from tests.support.groups import TINY_DSA, group_config
 from tests.support.inline_client import InlineClient
 from tests.support.scripted_group import until
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 PROMPT = "The function returns"
 PARAMS = SamplingParams(
     n=3, temperature=1.0, seed=11, max_tokens=8, presence_penalty=0.5, logprobs=1, prompt_logprobs=2

@@ -17,7 +17,7 @@ from kernels_integration.errors import (
 )
 from tests.support.scripted_group import ScriptedGroup, until, update
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 
 
 async def test_stream_and_whole_say_the_same(serve, frontend):

@@ -17,7 +17,7 @@ from cluster.gateway.servicer import SERVICE_NAME
 from kernels_integration.errors import DuplicateRequestError, OverloadedError, UnavailableError
 from tests.support.scripted_group import ScriptedGroup, echo, logprob_of, until, update
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 
 
 def request(

@@ -24,7 +24,7 @@ from cluster.gateway import stats_log
 from kernels_integration.errors import ConfigError, OverloadedError
 from tests.support.scripted_group import ScriptedGroup, until, update
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 STATS = GroupStats(
     running=3,
     waiting=2,

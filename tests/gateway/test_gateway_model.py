@@ -17,7 +17,7 @@ from tests.support.groups import TINY_DSA, group_config, load_tokenizer, run, te
 from tests.support.inline_client import InlineClient
 from tests.support.scripted_group import until
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 QUESTION = "<|bos|><|user|>What is the capital of France?<|assistant|>"
 
 

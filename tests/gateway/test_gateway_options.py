@@ -11,7 +11,7 @@ from cluster.gateway import options
 from cluster.gateway.options import DEFAULT_MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS, server_options
 from tests.support.scripted_group import ScriptedGroup
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 NUM_PINGS = 8
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS, _PING, _GOAWAY = 4, 6, 7

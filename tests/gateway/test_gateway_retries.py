@@ -20,7 +20,7 @@ from tests.support.loop_group import LoopGroup, endless, eventually
 from tests.support.scripted_coordinator import request as scripted_request
 from tests.support.scripted_group import ScriptedGroup, update
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 ENDLESS = 90_000
 """Tokens: minutes. What runs on with no reader is still there when a test looks."""
 

@@ -13,7 +13,7 @@ from tests.support.groups import TINY_DSA, group_config, text_prompts
 from tests.support.inline_client import InlineClient
 from tests.support.scripted_group import until
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = text_prompts([48])[0]
 

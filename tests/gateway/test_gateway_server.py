@@ -24,7 +24,7 @@ from cluster.gateway.servicer import SERVICE_NAME
 from kernels_integration.errors import ConfigError
 from tests.support.scripted_group import ScriptedGroup, until, update
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

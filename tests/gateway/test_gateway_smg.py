@@ -106,7 +106,7 @@ async def router(serve, group, tmp_path) -> AsyncIterator[Router]:
                 await asyncio.sleep(0.2)
         yield router
     finally:
-        process.terminate()
+        process.kill()  # asked to end, it would wait 5 s
         process.wait(10)
         log.close()
 

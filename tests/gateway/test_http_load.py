@@ -17,7 +17,7 @@ from cluster.http import server as http_server
 from tests.gateway.test_http import post
 from tests.support.scripted_group import Script, ScriptedGroup, echo, until, update
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 Serve = Callable[..., Awaitable[GatewayServer]]
 ASK = {"prompt": [5, 6, 7], "max_tokens": 9}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

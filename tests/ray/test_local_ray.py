@@ -99,6 +99,8 @@ def child_named(parent: int, program: str) -> int:
     return pid
 
 
+@pytest.mark.alone
+@pytest.mark.product(1)
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -134,6 +136,7 @@ CAUSES = [
 ]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", ["coordinator", "shard 0"])
 @pytest.mark.parametrize(("number", "cause"), CAUSES)
 async def test_an_actor_that_dies_is_named_with_its_cause(

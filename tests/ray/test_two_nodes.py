@@ -38,6 +38,8 @@ def test_streams_over_two_nodes_equal_those_of_one_rank(cluster: NetworkCluster)
 
 
 @pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.product(1)
 @pytest.mark.parametrize("fault", ["kill", "cut"])
 def test_a_lost_node_fails_live_requests_within_5_s(cluster: NetworkCluster, fault: str) -> None:
     driver = cluster.start(0, sys.executable, DRIVER, "watch")

@@ -405,6 +405,7 @@ def test_every_parameter_is_in_the_page_on_sampling() -> None:
     assert [name for name in PARAMETERS if f"`{name}`" not in table] == []
 
 
+@pytest.mark.slow
 def test_serve_refuses_one_port_for_two_servers_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -428,6 +429,7 @@ def test_serve_refuses_one_port_for_two_servers_before_it_starts(capsys: pytest.
             assert told in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_output_that_takes_no_more_is_no_fault_of_ours() -> None:
     command = [sys.executable, "-m", "cluster", "config", "show"]
     with Path("/dev/full").open("w") as full:

@@ -114,6 +114,7 @@ def mutated(rng: random.Random, content: bytes) -> bytes:
     return content[:at] + rng.randbytes(rng.randrange(1, 9)) + content[at:]
 
 
+@pytest.mark.product(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(9))
 def test_any_damage_to_any_file_is_an_error_of_the_checkpoint(folder: Path, seed: int) -> None:
@@ -133,6 +134,7 @@ def test_any_damage_to_any_file_is_an_error_of_the_checkpoint(folder: Path, seed
     load(folder)
 
 
+@pytest.mark.product(18)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "deep", "digits", "other user's file"])
 def test_what_is_no_file_of_a_checkpoint_is_named(folder: Path, tmp_path: Path, name: str, kind: str) -> None:

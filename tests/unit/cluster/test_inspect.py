@@ -174,6 +174,7 @@ def test_values_are_read_only_when_asked(path: Path, capsys: pytest.CaptureFixtu
     assert [f"tensor {EH_PROJ} holds NaN" in problem for problem in found["problems"]] == [True]
 
 
+@pytest.mark.slow
 def test_for_people(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["inspect", str(path), "-tp", "2", "--memory", "1G", "--check-values"])

@@ -31,6 +31,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return backend
 
 
+@pytest.mark.product(16)
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("make", [lambda: BACKEND, byte_fallback], ids=["byte level", "byte fallback"])
 def test_no_text_has_more_characters_than_its_tokens_can_stand_for(make, seed):

@@ -86,6 +86,7 @@ def test_any_cutting_gives_the_whole_text(name, ids, sizes, skip_special_tokens)
     check_any_cutting(name, ids, sizes, skip_special_tokens)
 
 
+@pytest.mark.product(0)
 @pytest.mark.slow
 @given(
     st.sampled_from(sorted(TOKENIZERS)),

@@ -52,6 +52,7 @@ def test_any_cutting_gives_the_whole_text(ids, sizes, skip_special_tokens) -> No
         assert "".join(pieces(TOKENIZER, cuts, skip_special_tokens=skip_special_tokens)) == whole
 
 
+@pytest.mark.product(0)
 @pytest.mark.slow
 @given(ids_of_any_kind, st.booleans())
 @settings(max_examples=5_000, deadline=None)

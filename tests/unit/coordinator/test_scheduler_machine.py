@@ -229,9 +229,10 @@ def _run(max_examples: int, steps: int) -> None:
 
 @pytest.mark.slow
 def test_random_lives() -> None:
-    _run(max_examples=60, steps=30)
+    _run(max_examples=100, steps=60)
 
 
+@pytest.mark.product(0)
 @pytest.mark.slow
 def test_many_random_lives() -> None:
     _run(max_examples=600, steps=60)

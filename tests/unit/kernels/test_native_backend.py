@@ -397,6 +397,7 @@ def test_where_nothing_can_be_built_the_reason_is_told(environment, told, tmp_pa
     assert told in done.stdout
 
 
+@pytest.mark.slow
 def test_kernels_that_others_may_have_put_there_are_not_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "latentray" / "native"

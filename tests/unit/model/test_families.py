@@ -141,7 +141,7 @@ def run(path, ids, topology, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.product(26)
+@pytest.mark.product(14)
 def test_float32_equals_transformers(path):
     reference = Reference(path)
     reference.follow_the_config_in_latent_norms()
@@ -154,7 +154,7 @@ def test_float32_equals_transformers(path):
         assert torch.equal(ours[:num_decided].argmax(-1), theirs[:num_decided].argmax(-1)), topology
 
 
-@pytest.mark.product(26)
+@pytest.mark.product(14)
 def test_float64_equals_the_formulas(path):
     naive, ids = NaiveModel(path), token_ids(4)
     h = naive.hidden(ids)
