@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.config.args import ServeArgs
+from cluster.config.serve_args import ServeArgs
 from cluster.config.setting import declared
 from helm.schema_parts import (
     AFFINITY,

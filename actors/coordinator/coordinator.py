@@ -17,6 +17,7 @@ from actors.coordinator.logprobs import LogprobRows
 from actors.coordinator.prefix_cache import PrefixCache
 from actors.coordinator.request_limit import checked_limit
 from actors.coordinator.request_state import NEVER, NOT_ADMITTED, RequestState
+from actors.coordinator.request_update import update_of
 from actors.coordinator.schedule import ScheduledRows
 from actors.coordinator.scheduler import Scheduler
 from actors.coordinator.step_message import build_step_input
@@ -373,33 +374,16 @@ class Coordinator:
             self._fail(state, LatentrayError.code, f"its tokens could not be read: {type(error).__name__}")
             return
         self._num_generated_tokens += len(kept)
-        num_top, stop, request = state.num_logprobs, state.stop, state.request
+        key = state.request.key
         if len(kept) == len(state.tokens) - state.num_prompt_tokens - state.num_resumed_tokens:
-            self._timings.first_token(request.key)
-        is_last = stop.finish_reason is not None
-        self._updates.append(
-            RequestUpdate(
-                request_id=request.request_id,
-                incarnation=request.incarnation,
-                index=request.index,
-                token_ids=kept,
-                num_held=stop.num_held,
-                logprobs=logprobs.of(kept, first_row, num_top) if num_top is not None else (),
-                prompt_logprobs=state.prompt_logprobs.take() if state.prompt_logprobs else (),
-                finish_reason=stop.finish_reason,
-                matched_stop=stop.matched_stop,
-                num_prompt_tokens=state.num_prompt_tokens,
-                num_completion_tokens=len(state.tokens) - state.num_prompt_tokens,
-                num_cached_tokens=state.num_cached_tokens or 0,
-                num_draft_tokens=state.num_draft_tokens,
-                num_accepted_tokens=state.num_accepted_tokens,
-                phases=self._timings.finished(request.key) if is_last else None,
-            )
-        )
+            self._timings.first_token(key)
+        is_last = state.stop.finish_reason is not None
+        phases = self._timings.finished(key) if is_last else None
+        self._updates.append(update_of(state, kept, logprobs, first_row, phases))
         if is_last:
             self._end(state)
             self._num_finished += 1
-        elif self._suspects and self._suspects.got_token(request.key):
+        elif self._suspects and self._suspects.got_token(key):
             self._release_suspects()
 
     def _fail(self, state: RequestState, code: str, message: str) -> None:

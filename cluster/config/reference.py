@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Iterator
 
-from cluster.config.args import EngineArgs, ServeArgs
+from cluster.config.args import EngineArgs
+from cluster.config.serve_args import ServeArgs
 from cluster.config.setting import Declared, declared
 from cluster.config.sources import OTHER_VARIABLES
 from cluster.errors import EXIT_CODES

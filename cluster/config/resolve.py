@@ -13,9 +13,10 @@ from actors.config import GroupConfig
 from actors.model.checkpoint_files import CheckpointFiles
 from actors.model.config import ModelConfig
 from actors.model.tensors import layer_of, layer_prefix
-from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs, ServeArgs
+from cluster.config.args import BUNDLED_CHECKPOINT, EngineArgs
 from cluster.config.cores import threads_of_shard, usable_cores
 from cluster.config.gpu_memory import gpu_budget
+from cluster.config.serve_args import ServeArgs
 from cluster.config.sizes import format_size
 from kernels_integration.errors import CheckpointError, ConfigError
 from kernels_integration.kv_layout import default_indexer_kv_dtype

@@ -11,8 +11,9 @@ from typing import Any, Generic, Literal, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from cluster.config.args import EngineArgs, ServeArgs
+from cluster.config.args import EngineArgs
 from cluster.config.other_engines import refuse_foreign
+from cluster.config.serve_args import ServeArgs
 from cluster.config.setting import PREFIX, declared, flag_name
 from kernels_integration.errors import ConfigError, kind_of, shown
 

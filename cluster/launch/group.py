@@ -14,9 +14,10 @@ from actors.config import GroupConfig
 from actors.logs import LogSettings, check_writable, new_run
 from cluster.launch import placement
 from cluster.launch.accounts import ask_all, take_trace
+from cluster.launch.followers import Follower
 from cluster.launch.members import create
 from cluster.launch.ray_session import RaySession
-from cluster.launch.running_group import Follower, RunningGroup
+from cluster.launch.running_group import RunningGroup
 from cluster.launch.waiting import Progress, ticking
 from kernels_integration.errors import ConfigError
 
@@ -90,7 +91,7 @@ def launch_groups(
             bundles = placement.bundles_of(config.tensor_parallel_size, cpus_of_shard)
             if with_gateway and number == 0:
                 bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
-            group.place(bundles, placement_timeout_s)
+            group.processes.reserve(bundles, placement_timeout_s, progress)
             group.spawn_all()
         if num_groups == 1:
             groups[0].start()
@@ -163,16 +164,15 @@ class GroupHandle:
 
     def follow(self, follower: Follower) -> None:
         """Tell a front end where the group can be reached from now on, and when it has failed."""
-        self._group.follow(follower)
+        self._group.followers.append(follower)
 
     def start_gateway(self, actor_class: Any, *arguments: Any) -> Any:
         """A process in the place that was reserved for it."""
-        assert self._group.placement_group is not None, "it has started"
-        last = self._group.placement_group.bundle_count - 1
+        room = self._group.processes.room
         gateway = create(
             actor_class,
-            self._group.placement_group,
-            last,
+            room,
+            room.bundle_count - 1,
             *arguments,
             name=f"{self._group.name}/gateway",
             num_threads=1,

@@ -1,17 +1,15 @@
 """A group on Ray: its processes from their places to their end."""
 
-import contextlib
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import ray.exceptions
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.actor_process import Node
 from actors.config import GroupConfig
@@ -22,7 +20,9 @@ from actors.shard_actor import ShardActor
 from actors.shard_spec import CollectivesSpec, ShardSpec
 from cluster.launch import placement
 from cluster.launch.accounts import load_state
-from cluster.launch.members import Member, create
+from cluster.launch.followers import Followers
+from cluster.launch.members import Member
+from cluster.launch.processes import Processes
 from cluster.launch.ray_session import RaySession
 from cluster.launch.supervisor import Supervisor
 from cluster.launch.waiting import Progress, answer, wait_for
@@ -43,16 +43,6 @@ _LEAVE_TIMEOUT_S = 10.0
 _AGAIN_S = 1.0
 _LOST_LEAVE_TIMEOUT_S = 1.0
 """For a shard that was said to be lost, and may live: its connection alone was cut."""
-
-
-class Follower(Protocol):
-    """A front end, by whatever way it hears of its group. Called in the supervisor's thread."""
-
-    def moved(self, request_address: str) -> None:
-        """The coordinator has a successor, which listens there."""
-
-    def lost(self, reason: str) -> None:
-        """The group has failed for good."""
 
 
 class RunningGroup:
@@ -77,16 +67,13 @@ class RunningGroup:
         self.shards: list[Member] = []
         """By rank."""
         self.logs = logs
-        self.placement_group: PlacementGroup | None = None
+        self.processes = Processes(self.name)
+        self.followers = Followers()
         self._session = session
         self._config = to_portable(config, "cluster")
         self._progress = progress
         self._num_threads = num_threads
         self._step_address = ""
-        self._bundles: list[placement.Bundle] = []
-        self._followers: list[Follower] = []
-        self._actors: list[Any] = []
-        """Every process that was started and not ended, also those that have yet to answer."""
         self._supervisor: Supervisor | None = None
         self._stop_lock = threading.Lock()
         self._is_stopped = False
@@ -123,30 +110,16 @@ class RunningGroup:
         if (patience_s := self._session.gcs_patience_s) is not None:
             actor.end_with_gcs.remote(patience_s)
 
-    def place(self, bundles: Sequence[placement.Bundle], timeout_s: float) -> None:
-        """Reserve room for everything, or nothing."""
-        self._bundles = list(bundles)
-        self.placement_group = placement.reserve(
-            bundles, name=self.name, timeout_s=timeout_s, progress=self._progress
-        )
-
-    def spawn(self, actor_class: Any, bundle: int, title: str, *, num_threads: int) -> Any:
-        """Start a process in its bundle; it answers later."""
-        assert self.placement_group is not None, "place first"
-        name = f"{self.name}/{title}"
-        actor = create(actor_class, self.placement_group, bundle, name=name, num_threads=num_threads)
-        self._actors.append(actor)
-        return actor
-
     def spawn_all(self, epoch: int = 0) -> None:
         """The coordinator's process and those of the first shards, by bundle."""
-        self.spawn(CoordinatorActor, 0, _coordinator_title(epoch), num_threads=1)
+        self.processes.spawn(CoordinatorActor, 0, _coordinator_title(epoch), num_threads=1)
         for index in range(self._config.tensor_parallel_size):
-            self.spawn(ShardActor, 1 + index, f"epoch {epoch} process {index}", num_threads=self._num_threads)
+            title = f"epoch {epoch} process {index}"
+            self.processes.spawn(ShardActor, 1 + index, title, num_threads=self._num_threads)
 
     def start(self, epoch: int = 0) -> None:
         """From processes to a group that serves."""
-        coordinator, *shards = self._actors
+        coordinator, *shards = self.processes.running
         self.open_coordinator(coordinator, epoch)
         self.start_shards(shards, epoch)
         self.supervise(epoch)
@@ -162,8 +135,7 @@ class RunningGroup:
             epoch = max(epoch, supervisor.epoch + 1)
         self._supervisor, self._restarts_from = None, epoch
         self._end_runs()
-        for actor in list(self._actors):
-            self._end_actor(actor)
+        self.processes.end_all()
         self._is_restarting, self._progress = False, progress
         if config is not None:
             self._config = to_portable(config, "cluster")
@@ -174,8 +146,7 @@ class RunningGroup:
         except BaseException as error:
             self._restart_failure = f"the group did not start again: {error}"
             self.tell_lost(self._restart_failure)
-            for actor in list(self._actors):
-                self._end_actor(actor)
+            self.processes.end_all()
             raise
 
     def open_coordinator(self, actor: Any, epoch: int = 0) -> None:
@@ -192,8 +163,7 @@ class RunningGroup:
             _CALL_TIMEOUT_S,
         )
         self.coordinator.run = actor.run.remote()
-        for follower in self._followers:
-            follower.moved(self.request_address)
+        self.followers.moved(self.request_address)
 
     def start_shards(self, actors: Sequence[Any], epoch: int) -> None:
         """Make these processes an epoch's shards: ranks, collectives, the model; then they run steps."""
@@ -269,7 +239,7 @@ class RunningGroup:
         deadline_s = time.monotonic() + timeout_s
         while True:
             actors = [
-                self.spawn(actor_class, bundle, title, num_threads=num_threads)
+                self.processes.spawn(actor_class, bundle, title, num_threads=num_threads)
                 for bundle, title in titles.items()
             ]
             try:
@@ -277,11 +247,11 @@ class RunningGroup:
                     [actor.node.remote() for actor in actors],
                     what,
                     timeout_s,
-                    state=lambda: self._missing_room(list(titles)),
+                    state=lambda: self.processes.missing_room(list(titles)),
                 )
             except UnavailableError as error:
                 for actor in actors:
-                    self._end_actor(actor)
+                    self.processes.end(actor)
                 if self._why_in_vain() is not None or time.monotonic() >= deadline_s:
                     raise
                 self._progress(str(error))
@@ -301,13 +271,8 @@ class RunningGroup:
                     return True
             except ray.exceptions.RayError:
                 pass
-        self._end_actor(shard.actor)
+        self.processes.end(shard.actor)
         return False
-
-    def _end_actor(self, actor: Any) -> None:
-        ray.kill(actor)
-        with contextlib.suppress(ValueError):
-            self._actors.remove(actor)
 
     def replace_coordinator(self, epoch: int, cause: str) -> None:
         """A new coordinator in the place of one that is gone; then every shard joins it in a new epoch.
@@ -315,7 +280,7 @@ class RunningGroup:
         Front ends that follow the group are told its address at once, before the shards have come.
         """
         assert self.coordinator is not None, "there was one"
-        self._end_actor(self.coordinator.actor)
+        self.processes.end(self.coordinator.actor)
         [(actor, node)] = self._start_again(
             CoordinatorActor,
             {0: _coordinator_title(epoch)},
@@ -324,28 +289,15 @@ class RunningGroup:
         )
         self._open_coordinator(actor, node, epoch=epoch, recovers=cause)
 
-    def follow(self, follower: "Follower") -> None:
-        """Tell it where the group can be reached from now on."""
-        self._followers.append(follower)
-
     def tell_lost(self, reason: str) -> None:
         """Let front ends know that the group has failed for good."""
-        for follower in self._followers:
-            follower.lost(reason)
+        self.followers.lost(reason)
 
     def end(self, reason: str) -> None:
         """The group has failed for good: tell front ends, end its shards."""
         self.tell_lost(reason)
         for shard in self.shards:  # they may wait in a collective for the one that is gone
             ray.kill(shard.actor)
-
-    def _missing_room(self, places: Sequence[int]) -> str:
-        """What the bundles of a lost node wait for, as the end of a message; "" when all have a place."""
-        table = ray.util.placement_group_table(self.placement_group)
-        if table["state"] == "CREATED":
-            return ""
-        wanted = [self._bundles[place] for place in places]
-        return f": {placement.describe_shortage(wanted, placement.node_capacities())}"
 
     def supervise(self, epoch: int = 0) -> None:
         """From now on a process that ends before its time is noticed, and another one started."""
@@ -419,10 +371,7 @@ class RunningGroup:
                 self._supervisor.stop()
             if ray.is_initialized() and self.can_call:
                 self._end_runs()
-                for actor in self._actors:
-                    ray.kill(actor)
-                if self.placement_group is not None:
-                    remove_placement_group(self.placement_group)
+                self.processes.close()
         finally:
             self._session.close()
 

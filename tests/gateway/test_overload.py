@@ -16,7 +16,7 @@ from tests.gateway.test_http import post
 from tests.support.queueing_group import QueueingGroup
 from tests.support.scripted_group import ScriptedGroup, echo, until
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 
 
 def generate(request_id: str, *, stream: bool = True) -> pb.GenerateRequest:

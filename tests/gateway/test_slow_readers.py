@@ -18,7 +18,7 @@ from tests.gateway.conftest import Serve
 from tests.gateway.test_overload import generate
 from tests.support.scripted_group import ScriptedGroup, echo, until, update
 
-pytestmark = pytest.mark.gateway
+pytestmark = [pytest.mark.gateway, pytest.mark.alone]
 NUM_UPDATES = 30_000
 MAX_BYTES = 4 * 2**20
 """Kept one by one, the updates alone would take three times as much."""

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.config.args import ServeArgs
+from cluster.config.serve_args import ServeArgs
 from cluster.config.setting import declared
 from helm.values_schema import values_schema
 from helm.values_table import PAGE, values_table

@@ -14,7 +14,11 @@ from tests.support.cli_process import SMALL
 from tests.support.network_cluster import NetworkCluster, missing_requirement
 
 _MISSING = missing_requirement()
-pytestmark = [pytest.mark.ray, pytest.mark.alone, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.alone,
+    pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
+]
 
 SERVER = "127.0.0.1:50051"
 NOTICED_WITHIN_S = 5

@@ -135,7 +135,7 @@ async def following(group: GroupHandle) -> AsyncIterator[tuple[GroupClient, Answ
     async with client:
         await eventually(lambda: client.healthy, 20)
         yield client, Answering([client])
-    group._group._followers.clear()
+    group._group.followers.clear()
 
 
 @pytest.mark.product(1)
