@@ -27,13 +27,13 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.python pyproject.toml constraints-cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e . apache-tvm-ffi
+	# 17 MB with apache-tvm-ffi. It asks for Triton and transformers (0.5 GB), which grammars have no use for.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt --no-deps xgrammar
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/peers/.smg-$(SMG_VERSION) $(VENV)/peers/.clients
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[test,lint]'
-	# Of what it depends on only Triton is missing: 0.3 GB that a CPU has no use for.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt --no-deps xgrammar
 	@touch $@
 
 # A router that tests put before a gateway; its dependencies are not ours.

@@ -11,7 +11,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY cluster cluster
 COPY actors actors
 COPY kernels_integration kernels_integration
-# xgrammar by itself: of what it depends on only another Triton would be missing, which grammars have no use for
+# xgrammar by itself: what it also asks for, transformers and another Triton, grammars have no use for
 RUN PYTHONPATH=/install/lib/python3.11/site-packages \
     pip install --no-cache-dir --prefix=/install -c constraints-cpu.txt '.[data]' apache-tvm-ffi
 RUN pip install --no-cache-dir --prefix=/install --no-deps -c constraints-cpu.txt xgrammar

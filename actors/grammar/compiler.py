@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from actors.grammar.matcher import SequenceMatcher
+from actors.grammar.xgrammar_module import import_xgrammar
 from actors.structured_outputs import StructuredOutputs
 from actors.token_text import bytes_of, decoder_kinds
 
@@ -65,9 +66,9 @@ class GrammarCompiler:
 
     def matcher(self, constraint: StructuredOutputs, end_token_ids: tuple[int, ...]) -> SequenceMatcher:
         """A sequence at its beginning. Errors: as `compile`."""
+        compiled = self.compile(constraint)
         import xgrammar
 
-        compiled = self.compile(constraint)
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(end_token_ids))
         return SequenceMatcher(matcher, end_token_ids=end_token_ids, vocab_size=self._vocab_size)
 
@@ -115,6 +116,7 @@ class GrammarCompiler:
         """Special tokens add nothing to the text and so are never legal, but for those that a structural tag
         names: its marks."""
         if named not in self._backends:
+            import_xgrammar()
             import xgrammar
 
             vocabulary = [b"" if i in self._special_tokens else text for i, text in enumerate(self._texts)]

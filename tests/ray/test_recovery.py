@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,7 @@ import ray
 from msgspec.structs import replace
 
 from actors.requests import Request, RequestUpdate
+from actors.structured_outputs import StructuredOutputs
 from cluster.answering.answering import Answering
 from cluster.answering.group_client import ClientFollower, GroupClient
 from cluster.launch.group import GroupHandle, launch_group
@@ -36,16 +38,25 @@ NUM_TOKENS = 60
 
 @pytest.fixture(scope="module")
 def asked() -> list[Request]:
-    """Eight streams, prompts of 8 to 300 tokens: several steps of prefill, then verifies with 3 drafts."""
+    """Ten streams, two of them with grammars, prompts of 8 to 300 tokens: several steps of prefill, then
+    verifies with 3 drafts."""
     long = [tuple(islice(cycle(r.prompt_token_ids), 300)) for r in requests()[:2]]
     more = [
         replace(r, request_id=f"long-{i}", prompt_token_ids=prompt)
         for i, (r, prompt) in enumerate(zip(requests(), long, strict=False))
     ]
-    return [
+    free = [
         replace(r, params=replace(r.params, max_tokens=NUM_TOKENS, ignore_eos=True))
         for r in [*requests(), *more]
     ]
+    return [*free, *(_held(r) for r in free[:2] if importlib.util.find_spec("xgrammar"))]
+
+
+def _held(request: Request) -> Request:
+    """The same with a grammar, whose place new shards find from the tokens."""
+    form = StructuredOutputs.of(regex="([a-z]{2,9}, )+[A-Z]")
+    params = replace(request.params, structured_outputs=form, temperature=1.0)
+    return replace(request, request_id=f"held-{request.request_id}", params=params)
 
 
 @pytest.fixture(scope="module")
