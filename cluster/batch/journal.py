@@ -20,15 +20,14 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from cluster.batch.records import Record, fault_of
 from cluster.batch.row_store import write_whole
 from kernels_integration.errors import ConfigError, UnavailableError
 
 VERSION = 1
 _LOOK_S = 0.1
 """Longer than `latentray status` has a journal locked, to see whether it is."""
-Record = dict[str, Any]
 
 
 class Journal:
@@ -45,8 +44,11 @@ class Journal:
         self._end = os.fstat(descriptor).st_size
 
     def records(self) -> Iterator[Record]:
-        """All lines but the first; once they have been read, what is behind the last whole one is cut off."""
-        position = 0
+        """All lines but the first; once they have been read, what is behind the last whole one is cut off.
+
+        Errors: ConfigError for a line that no journal of ours has; nothing is cut off then.
+        """
+        position = number = 0
         with os.fdopen(os.dup(self._descriptor), "rb") as stream:
             stream.seek(0)
             for line in stream:
@@ -54,8 +56,16 @@ class Journal:
                 if record is None:
                     break
                 position += len(line)
-                if "journal" not in record:
-                    yield record
+                number += 1
+                if "journal" in record:
+                    continue
+                if (fault := fault_of(record)) is not None:
+                    raise ConfigError(
+                        f"line {number} of the journal {self.path} is not as latentray writes them: {fault}; "
+                        "put it right, remove the line (its row is answered again), or answer all rows anew "
+                        "with --restart"
+                    )
+                yield record
         if os.fstat(self._descriptor).st_size > position:
             os.ftruncate(self._descriptor, position)
         self._end = position

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.batch.records import fault_of
 from kernels_integration.errors import ConfigError
 
 _TAIL_BYTES = 64 * 2**10
@@ -47,6 +48,8 @@ def read_progress(journal: Path) -> BatchProgress:
         (record for record in reversed(tail) if "done" in record or "whole" in record), {}
     )
     run = last.get("run", 0)
+    if last and (fault := fault_of(last)) is not None:
+        raise ConfigError(f"{journal} has a line that latentray has not written: {fault}")
     if (whole := last.get("whole")) is not None:
         num_rows = whole["rows"]
         return BatchProgress(

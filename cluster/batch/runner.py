@@ -40,7 +40,7 @@ def run_batch(
     rows: Iterable[InputRow],
     results: Results,
     *,
-    engine: Engine,
+    engine: Engine | None,
     frontend: ModelFrontend,
     max_in_flight: int,
     seed: int = 0,
@@ -51,10 +51,15 @@ def run_batch(
 
     A failure that may pass is tried again, up to MAX_RETRIES times. seed: rows without one get theirs from it
     and their custom_id, so that an answer does not depend on when and beside what it was asked for.
-    on_row: is told of each row, with False where an earlier run has answered it.
+    on_row: is told of each row, with False where an earlier run has answered it. engine: None where no row
+    needs one: each is known, or refused as it is read.
     Errors: UnavailableError when the engine is lost: the rows that are done stay good.
     """
     run = _Run(rows, results, frontend, seed=seed, max_in_flight=max_in_flight, on_row=on_row, sleep=sleep)
+    if engine is None:
+        asked = [request for request in run.requests() if request is not None]
+        assert not asked, "no row needs an engine"
+        return run.summary()
     with closing(engine.run(run.requests(), max_in_flight=max_in_flight)) as updates:
         for request_id, update in updates:
             run.take(request_id, update)

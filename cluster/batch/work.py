@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster.batch.journal import Journal, Record, create_journal, open_journal
+from cluster.batch.journal import Journal, create_journal, open_journal
+from cluster.batch.records import Record
 from cluster.batch.results import RowOrder
 from cluster.batch.row_store import RowStore, write_whole
 from cluster.batch.rows import KnownRow, digest
@@ -130,6 +131,20 @@ class BatchWork:
         )
         self._is_empty = not len(self._store)
         return len(self._by_id)
+
+    def needs_answers(self, rows: Iterable[KnownRow]) -> bool:
+        """Whether any of the input's rows has to be asked for; looks at no more of them than that takes."""
+        seen: set[bytes] = set()
+        for row in rows:
+            if row.custom_id is None:
+                continue  # it is refused, as one whose name is taken is
+            own = digest(row.custom_id.encode())
+            number = self._by_id.get(own)
+            is_done = number is not None and self._rows.key(number) == row.key
+            if own not in seen and (not is_done or (self._retry_failed and self._rows.failed(number or 0))):
+                return True
+            seen.add(own)
+        return False
 
     def find(self, custom_id: str, key: bytes) -> int | None:
         number = self._by_id.get(digest(custom_id.encode()))

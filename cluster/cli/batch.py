@@ -159,7 +159,12 @@ class _Run:
         if num_left:
             _tell(f"going on: {num_left} rows are there from earlier runs (journal: {work.journal_path})")
         try:
-            num_failed = self.answer(work)
+            needs_engine = (
+                not num_left
+                or self._source.is_once
+                or work.needs_answers(know(row) for row in self._source.rows())
+            )
+            num_failed = self.answer(work, needs_engine=needs_engine)
             work.finish()
         except BaseException:
             if work.num_done:
@@ -211,12 +216,17 @@ class _Run:
         if self._engine is not None:
             self._engine.close()
 
-    def answer(self, results: "Results") -> int:
-        """Returns the number of failed rows."""
+    def answer(self, results: "Results", *, needs_engine: bool = True) -> int:
+        """Returns the number of failed rows. needs_engine: False: earlier runs have answered all of them."""
         from cluster.batch import run_batch
+        from cluster.frontend.front_end import ModelFrontend
         from cluster.report.progress import progress_bar
 
-        frontend, engine = self.start()
+        engine: Engine | None = None
+        if needs_engine:
+            frontend, engine = self.start()
+        else:
+            frontend = ModelFrontend.of_group(self._config)
         start_s = time.monotonic()
         with progress_bar("Rows", self._num_rows, in_logs=True) as bar:
             summary = run_batch(

@@ -60,6 +60,14 @@ def killed_after(num_done: int, argv: tuple[str, ...], journal: Path) -> dict[st
     return runs_of(journal)
 
 
+def unmake(journal: Path, out: Path) -> None:
+    """As if the last run had been killed after its last row, before it made the output."""
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert "whole" in lines[-1]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines if "whole" not in line))
+    out.rename(out.with_name("out.jsonl.partial"))
+
+
 def runs_of(journal: Path) -> dict[str, int]:
     records = []
     for line in journal.read_text().splitlines():
@@ -99,6 +107,13 @@ def test_killed_twice_it_ends_as_if_undisturbed(tmp_path: Path, request: pytest.
     errors = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
     assert len(errors) == num_rows // 100
     assert all(row["error"]["message"] for row in errors)
+
+    unmake(journal, out)
+    done = run(*argv, timeout_s=limit_s)
+    assert done.returncode == 3, done.stderr
+    assert f"going on: {len(ids) - ids.count(None)} rows" in done.stderr
+    assert "loading the model" not in done.stderr, "every row is answered: no engine is needed"
+    assert answers(out) == answers(undisturbed)
 
     last = runs_of(journal)
     assert {name: last[name] for name in first} == first, "what the first run has done was not done again"

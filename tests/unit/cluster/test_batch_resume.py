@@ -26,6 +26,7 @@ from cluster.frontend.front_end import ModelFrontend
 from kernels_integration.errors import ConfigError, InvalidRequestError, OverloadedError, UnavailableError
 from tests.support.scripted_engine import Answer, ScriptedEngine
 
+MISSING = object()
 SETTINGS = {"model": "m", "dtype": "float32"}
 
 
@@ -486,3 +487,74 @@ def test_a_link_in_place_of_the_errors_file_is_followed_only_if_it_is_named(tmp_
     plan = plan_output(str(output), errors=str(planted), journal=None)
     assert isinstance(plan, FilePlan)
     assert tmp_path / "victim" in plan.local
+
+
+FIELDS = {
+    "custom_id": [7, MISSING],
+    "key": ["zz", "ab", 3, None],
+    "failed": [1, None, MISSING],
+    "run": ["1", -1, True, MISSING],
+    "start": [-1, 0.5, 2**70, MISSING],
+    "size": [None, MISSING],
+    "crc": ["7", MISSING],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in FIELDS for value in FIELDS[name]])
+def test_a_journal_that_somebody_edited_is_refused_with_the_line_and_the_field(
+    batch: Batch, name: str, value: object
+) -> None:
+    with pytest.raises(Killed):
+        batch.run(answer=answer_until(3))
+    lines = batch.plan.journal.read_text().splitlines()
+    record = json.loads(lines[2])
+    del record[name]
+    lines[2] = json.dumps(record | ({} if value is MISSING else {name: value}))
+    edited = "\n".join(lines) + "\n"
+    batch.plan.journal.write_text(edited)
+    with pytest.raises(ConfigError, match=rf"line 3 of the journal .* is not as .*: {name} is "):
+        batch.run()
+    assert batch.plan.journal.read_text() == edited, "nothing of it is thrown away"
+    batch.run(restart=True)
+    assert len(batch.rows()) == len(ROWS)
+
+
+@pytest.mark.parametrize("line", ["{}", '{"whole": 1}', '{"whole": {"rows": 1}}', '{"run": "x", "done": 1}'])
+def test_a_line_of_no_kind_is_refused_by_status_and_by_the_next_run(batch: Batch, line: str) -> None:
+    with pytest.raises(Killed):
+        batch.run(answer=answer_until(3))
+    with batch.plan.journal.open("a") as journal:
+        journal.write(line + "\n")
+    number = len(batch.plan.journal.read_text().splitlines())
+    with pytest.raises(ConfigError, match=f"line {number} of the journal"):
+        batch.run()
+    if line != "{}":  # status looks for the newest line that says how far it is
+        with pytest.raises(ConfigError, match="latentray has not written"):
+            read_progress(batch.plan.journal)
+
+
+def test_a_run_killed_when_all_was_answered_asks_for_nothing(batch: Batch, undisturbed: bytes) -> None:
+    """Between the last row and the output: the next run needs no engine for what is left."""
+    with batch.open() as work:
+        work.begin(num_rows=len(ROWS))
+        batch_of(batch, work, ScriptedEngine(answer_until(None)))
+    assert not batch.out.exists(), "it was killed before"
+    rows = [InputRow(line=line, place=f"line {n}") for n, line in enumerate(ROWS, start=1)]
+    with batch.open() as work:
+        work.begin(num_rows=len(ROWS))
+        assert not work.needs_answers(map(know, rows))
+        batch_of(batch, work, None)
+        work.finish()
+    assert batch.out.read_bytes() == undisturbed
+    with batch.open() as work:
+        work.begin(num_rows=len(ROWS), retry_failed=True)
+        assert work.needs_answers(map(know, rows)), "a row that has failed is asked for again"
+    more = InputRow(line=row("new"), place="line 8")
+    with batch.open() as work:
+        work.begin(num_rows=len(ROWS) + 1)
+        assert work.needs_answers(map(know, [*rows, more]))
+
+
+def batch_of(batch: Batch, work: BatchWork, engine: Any) -> None:
+    rows = [InputRow(line=line, place=f"line {n}") for n, line in enumerate(ROWS, start=1)]
+    run_batch(rows, work, engine=engine, frontend=batch.frontend, max_in_flight=2)
