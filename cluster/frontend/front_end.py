@@ -203,8 +203,10 @@ class ModelFrontend:
             bad_words=bad_words,
         )
 
-    def encode_prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Validated token ids of a prompt. Errors: InvalidRequestError."""
+    def encode_prompt(
+        self, prompt: str | Sequence[int], *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Validated token ids of a prompt. add_special_tokens: to a text. Errors: InvalidRequestError."""
         if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
             raise InvalidRequestError(
                 f"prompt is {kind_of(prompt)}; it must be text or a list of token ids", field="prompt"
@@ -216,10 +218,14 @@ class ModelFrontend:
         if isinstance(prompt, str):
             self._require_short_enough(prompt, "prompt")
             require_text(prompt, "prompt")
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        token_ids = (
+            self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+        )
         require_prompt_fits(len(token_ids), self.max_model_len)
         found = tuple(token_ids)
-        self._require_token_ids(found, "prompt")
+        self.require_token_ids(found, "prompt")
         return found
 
     def render_chat(
@@ -230,11 +236,13 @@ class ModelFrontend:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a chat. chat_template_kwargs: the template's own arguments, such as enable_thinking.
 
         continue_final_message: the last message is left open, for the model to go on with; else the
-        assistant's turn is begun, unless add_generation_prompt is False.
+        assistant's turn is begun, unless add_generation_prompt is False. add_special_tokens: also the
+        tokenizer's own, to those that the template writes.
         Errors: InvalidRequestError: no chat template, malformed messages, refused by the template.
         """
         if add_generation_prompt and continue_final_message:
@@ -255,7 +263,7 @@ class ModelFrontend:
             text = until_open_end(text)
         self._require_short_enough(text, "messages")
         require_text(text, "messages")
-        return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @cached_property
     def max_prompt_characters(self) -> int | None:
@@ -285,7 +293,7 @@ class ModelFrontend:
     def _effective(self, params: SamplingParams) -> SamplingParams:
         """Token ids checked, -1 logprobs resolved. Errors: InvalidRequestError."""
         for field in TOKEN_ID_PARAMETERS:
-            self._require_token_ids(getattr(params, field) or (), field)
+            self.require_token_ids(getattr(params, field) or (), field)
         counts = {}
         for field in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, field)
@@ -315,7 +323,8 @@ class ModelFrontend:
                 field="priority",
             )
 
-    def _require_token_ids(self, token_ids: Collection[int], field: str) -> None:
+    def require_token_ids(self, token_ids: Collection[int], field: str) -> None:
+        """Errors: InvalidRequestError for one that is none of the vocabulary."""
         require_token_ids(token_ids, field, vocab_size=self.vocab_size, model=self.served_model_name)
 
 

@@ -1,9 +1,8 @@
 """The HTTP server of a gateway: routes, limits, start and stop."""
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -25,9 +24,9 @@ from cluster.http.openapi import openapi_document
 from cluster.http.refusals import record_refusals
 from cluster.http.request_body import BodyReader
 from cluster.http.status_page import StatusPage
-from cluster.openai.bodies import ENDPOINTS, check_model, parse_body
-from cluster.openai.chat_body import ChatBody
-from kernels_integration.errors import InvalidRequestError, UnknownModelError, shortened, shown
+from cluster.http.tokenizing import Tokenizing
+from cluster.openai.bodies import ENDPOINTS
+from kernels_integration.errors import UnknownModelError, shown
 
 _CLOSE_GRACE_S = 0.5
 _PROTOCOL_LOG = logging.getLogger("latentray.http")
@@ -55,9 +54,9 @@ class HttpServer:
         self._health = health
         self._metrics = metrics
         self._started_at = int(time.time())
-        self._bodies = BodyReader(max_body_bytes)
+        self._bodies = bodies = BodyReader(max_body_bytes)
         self._completions = Completions(
-            frontend=frontend, answering=answering, metrics=metrics, bodies=self._bodies
+            frontend=frontend, answering=answering, metrics=metrics, bodies=bodies
         )
         self._app = web.Application(
             middlewares=[record_refusals(metrics), in_envelope(max_body_bytes), require_key(keys)],
@@ -76,8 +75,7 @@ class HttpServer:
         }
         for path, handler in routes.items():
             self._app.router.add_get(path, handler)
-        self._app.router.add_post("/tokenize", self._tokenize)
-        self._app.router.add_post("/detokenize", self._detokenize)
+        Tokenizing(frontend=frontend, bodies=bodies).add_to(self._app.router)
         StatusPage(status).add_to(self._app.router)
         self._runner: web.AppRunner | None = None
 
@@ -138,57 +136,3 @@ class HttpServer:
 
     async def _all_metrics(self, http: web.Request) -> web.Response:
         return metrics_response(self._metrics.registry, http)
-
-    async def _tokenize(self, http: web.Request) -> web.Response:
-        """Of {"prompt": text} or {"messages": [...]}, as vLLM: the ids that a request would have."""
-        body = await self._bodies.json_object(http)
-        check_model(body.get("model"), self._frontend)
-        token_ids = await asyncio.to_thread(self._token_ids, body)
-        return web.json_response(
-            {"count": len(token_ids), "max_model_len": self._config.max_model_len, "tokens": list(token_ids)}
-        )
-
-    def _token_ids(self, body: dict[str, Any]) -> Sequence[int]:
-        if "messages" in body:
-            _require_fields(
-                body,
-                {
-                    "model",
-                    "messages",
-                    "add_generation_prompt",
-                    "continue_final_message",
-                    "chat_template_kwargs",
-                },
-            )
-            chat = parse_body("/v1/chat/completions", body)
-            assert isinstance(chat, ChatBody)
-            return chat.prompt_ids(self._frontend)
-        _require_fields(body, {"model", "prompt"})
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str):
-            raise InvalidRequestError(
-                f"prompt is {shown(prompt)}; it must be text, or give messages", field="prompt"
-            )
-        return self._frontend.encode_prompt(prompt)
-
-    async def _detokenize(self, http: web.Request) -> web.Response:
-        body = await self._bodies.json_object(http)
-        check_model(body.get("model"), self._frontend)
-        _require_fields(body, {"model", "tokens"})
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list):
-            raise InvalidRequestError(
-                f"tokens is {shown(tokens)}; it must be a list of token ids", field="tokens"
-            )
-        token_ids = self._frontend.encode_prompt(tokens)
-        text = self._frontend.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        return web.json_response({"prompt": text})
-
-
-def _require_fields(body: dict[str, Any], legal: set[str]) -> None:
-    for name in body:
-        if name not in legal:
-            raise InvalidRequestError(
-                f"parameter {shown(name)} is unknown; there are {', '.join(sorted(legal))}",
-                field=shortened(name),
-            )

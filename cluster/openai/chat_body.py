@@ -71,7 +71,7 @@ class ChatBody(SamplingBody):
             ) from error
 
     def own_names(self) -> dict[str, str]:
-        names = super().own_names()
+        names = super().own_names() | {"prompt": "messages"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.top_logprobs is not None:
@@ -98,14 +98,18 @@ class ChatBody(SamplingBody):
             one_call=self.parallel_tool_calls is False or _is_named(self.tool_choice),
         )
 
-    def prompt_ids(self, frontend: ModelFrontend) -> list[int]:
-        """The prompt that the model's template makes of the messages. Errors: InvalidRequestError."""
+    def prompt_ids(self, frontend: ModelFrontend, *, add_special_tokens: bool = False) -> list[int]:
+        """The prompt that the model's template makes of the messages. add_special_tokens: see render_chat.
+
+        Errors: InvalidRequestError.
+        """
         return frontend.render_chat(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             tools=self.shown_tools(frontend),
             chat_template_kwargs=self.chat_template_kwargs,
+            add_special_tokens=add_special_tokens,
         )
 
     def shown_tools(self, frontend: ModelFrontend) -> list[Mapping[str, Any]] | None:

@@ -31,7 +31,8 @@ def in_words_of(error: InvalidRequestError, names: Mapping[str, str]) -> Invalid
     field = error.field
     if field not in names:
         return error
-    return type(error)(re.sub(rf"^{re.escape(field)}\b", names[field], str(error)), field=names[field])
+    words = re.sub(rf"^{re.escape(field)}(?= (is|holds)\b)", names[field], str(error))
+    return type(error)(words, field=names[field])
 
 
 class SamplingBody(BaseModel):

@@ -43,6 +43,7 @@ def request_schemas(model_name: str) -> dict[str, Schema]:
     model: Schema = {"const": model_name}
     ids = listed({"type": "integer", "minimum": 0}, minItems=1)
     prompt = {"type": "string", "minLength": 1}
+    switches = {name: or_null(_SWITCH) for name in ("add_special_tokens", "return_token_strs")}
     return {
         "ChatBody": _body(
             ChatBody,
@@ -84,10 +85,12 @@ def request_schemas(model_name: str) -> dict[str, Schema]:
         ),
         "TokenizeBody": {
             "oneOf": [
-                _closed({"prompt": prompt}, model=or_null(model)),
+                _closed({"prompt": prompt}, model=or_null(model), **switches),
                 _closed(
                     {"messages": listed(_MESSAGE, minItems=1)},
                     model=or_null(model),
+                    **switches,
+                    tools=or_null(listed(_TOOL, maxItems=MAX_TOOLS)),
                     add_generation_prompt=or_null(_SWITCH),
                     continue_final_message=or_null(_SWITCH),
                     chat_template_kwargs=or_null(_OBJECT),
@@ -153,7 +156,10 @@ def answer_schemas() -> dict[str, Schema]:
         ),
         "Model": model,
         "Models": record({"object": {"const": "list"}, "data": listed(model)}),
-        "Tokens": record({"count": COUNT, "max_model_len": COUNT, "tokens": listed(COUNT)}),
+        "Tokens": record(
+            {"count": COUNT, "max_model_len": COUNT, "tokens": listed(COUNT)},
+            token_strs=or_null(listed(TEXT)),
+        ),
         "Prompt": record({"prompt": TEXT}),
         "Status": record({"status": TEXT}),
         "Version": record({"version": TEXT}),

@@ -139,6 +139,50 @@ async def test_models_tokens_versions_and_health(server: GatewayServer, client: 
                 assert answer.status == 200, path
 
 
+async def test_tokens_with_and_without_special_ones(
+    server: GatewayServer, model: InlineClient, client: openai.AsyncOpenAI
+) -> None:
+    plain = {"prompt": "The SELECT statement", "add_special_tokens": False, "return_token_strs": True}
+    _, whole, _ = await post(server, "/tokenize", {"prompt": plain["prompt"]})
+    _, bare, _ = await post(server, "/tokenize", plain)
+    assert whole["token_strs"] is None
+    assert bare["tokens"] == whole["tokens"][1:]
+    assert "".join(bare["token_strs"]).replace("Ġ", " ") == plain["prompt"]
+    _, chat, _ = await post(server, "/tokenize", {"messages": FRANCE})
+    asked = await client.chat.completions.create(model="tiny", messages=FRANCE, max_tokens=1)
+    assert asked.usage is not None
+    assert chat["count"] == asked.usage.prompt_tokens
+    _, more, _ = await post(server, "/tokenize", {"messages": FRANCE, "add_special_tokens": True})
+    assert more["tokens"] == [*whole["tokens"][:1], *chat["tokens"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/tokenize", {}, "prompt", "prompt is null; it must be text, or give messages"),
+        ("/tokenize", {"prompt": [5]}, "prompt", "must be text"),
+        ("/tokenize", {"prompt": ""}, "prompt", "empty"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens", "true or false"),
+        ("/tokenize", {"prompt": "x", "tools": []}, "tools", "unknown; there are add_special_tokens, model"),
+        ("/tokenize", {"messages": FRANCE, "temperature": 1}, "temperature", "unknown"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content", "content is null"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model", "tiny"),
+        ("/detokenize", {}, "tokens", "tokens is null; it must be a list"),
+        ("/detokenize", {"tokens": []}, "tokens", "at least one token id"),
+        ("/detokenize", {"tokens": [5, "6"]}, "tokens", "tokens holds '6'; token ids of tiny are"),
+        ("/detokenize", {"tokens": [5, -1]}, "tokens", "tokens holds -1"),
+        ("/detokenize", {"tokens": [5], "skip_special_tokens": True}, "skip_special_tokens", "unknown"),
+    ],
+)
+async def test_mistakes_about_tokens_are_named(
+    serve: Serve, path: str, body: Any, param: str, words: str
+) -> None:
+    server = await serve(ScriptedGroup(), http_port=0)
+    status, answer, _ = await post(server, path, body)
+    assert status == (404 if param == "model" else 400)
+    assert (answer["error"]["param"], words in answer["error"]["message"]) == (param, True), answer
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "words"),
     [
