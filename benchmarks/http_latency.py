@@ -40,14 +40,15 @@ class TickingGroup:
         self.healthy = True
         self.message = ""
         self.stats: GroupStats | None = GroupStats()
-        self._live: dict[SequenceKey, tuple[Request, Deliver, int]] = {}
+        self.live: dict[SequenceKey, tuple[Request, Deliver, int]] = {}
+        """With the number of tokens that each has."""
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        self._live[request.key] = (request, deliver, 0)
+        self.live[request.key] = (request, deliver, 0)
 
     def abort(self, keys: Iterable[SequenceKey]) -> None:
         for key in keys:
-            self._live.pop(key, None)
+            self.live.pop(key, None)
 
     async def connect(self) -> None:
         pass
@@ -55,11 +56,11 @@ class TickingGroup:
     async def tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S - time.monotonic() % TICK_S)
-            for key, (request, deliver, done) in list(self._live.items()):
+            for key, (request, deliver, done) in list(self.live.items()):
                 is_last = done + 1 == request.params.max_tokens
-                self._live[key] = (request, deliver, done + 1)
+                self.live[key] = (request, deliver, done + 1)
                 if is_last:
-                    del self._live[key]
+                    del self.live[key]
                 deliver(
                     RequestUpdate(
                         request_id=key.request_id,

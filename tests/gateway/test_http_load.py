@@ -11,6 +11,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from actors.requests import Request
+from benchmarks import http_load
 from cluster.gateway import GatewayServer
 from cluster.http import completions, request_body
 from cluster.http import server as http_server
@@ -61,6 +62,28 @@ async def test_500_streams_beside_grpc(serve: Serve, stub_of: Callable[[GatewayS
     assert all(text.endswith("data: [DONE]\n\n") for text in texts)
     assert len(await beside) == 60
     assert not group.live
+
+
+@pytest.mark.parametrize("name", http_load.ATTACKS)
+async def test_a_grpc_client_has_its_answers_beside_each_attack(serve: Serve, name: str) -> None:
+    """With few clients; with many `python -m benchmarks.http_load` measures it."""
+    attack, _ = http_load.ATTACKS[name]
+    group = ScriptedGroup(echo)
+    server = await serve(group, http_port=0)
+    assert server.http_port is not None
+    beside = http_load.Beside()
+    client = asyncio.create_task(beside.run(server.address))
+    answers = await attack(server.http_port, 8, 0.3)
+    beside.done.set()
+    await client
+    assert (beside.failures, beside.answers > 0) == (0, True)
+    assert sum(answers.values()) == 8
+    assert not any(status.startswith("5") for status in answers)
+    await until(lambda: not group.live)
+    assert server._http_server is not None
+    bodies = server._http_server._bodies
+    await until(lambda: bodies._num_held == 0)
+    assert await is_served(server)
 
 
 async def test_a_storm_of_clients_that_leave(serve: Serve) -> None:
