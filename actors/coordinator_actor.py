@@ -12,6 +12,7 @@ from actors.coordinator.group_state import GroupState
 from actors.coordinator_loop import CoordinatorLoop
 from actors.model_location import to_local
 from actors.transport import request_channel, step_channel
+from actors.transport.channel_keys import GroupKeys
 from kernels_integration.errors import ProtocolError
 from kernels_integration.spans import Span, Spans
 
@@ -24,16 +25,21 @@ class CoordinatorActor(ActorProcess):
         self._loop: CoordinatorLoop | None = None
         self._spans = Spans(is_on=False)
 
-    def open(self, config: GroupConfig, host: str, epoch: int, recovers: str = "") -> tuple[str, str]:
+    def open(
+        self, config: GroupConfig, host: str, epoch: int, keys: GroupKeys, recovers: str = ""
+    ) -> tuple[str, str]:
         """Listen on free ports of `host`; the addresses for shards and for front ends.
 
+        keys: of whom both let in.
         recovers: the account of the loss of the coordinator before this one.
         """
         config = to_local(config)
         tokenizer_file = Path(config.model_path) / "tokenizer.json"
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
-        shards = step_channel.CoordinatorEnd(config.tensor_parallel_size, host=host, epoch=epoch)
-        clients = request_channel.CoordinatorEnd(bind=f"tcp://{host}:*")
+        shards = step_channel.CoordinatorEnd(
+            config.tensor_parallel_size, host=host, epoch=epoch, keys=keys.steps.server
+        )
+        clients = request_channel.CoordinatorEnd(bind=f"tcp://{host}:*", keys=keys.requests.server)
         self._spans = Spans(is_on=config.trace)
         coordinator = Coordinator(config, tokenizer=tokenizer, spans=self._spans)
         if epoch:

@@ -255,7 +255,10 @@ class CoordinatorLoop:
         stats = msgspec.structs.replace(
             self._coordinator.stats(),
             step_age_s=self._coordinator.step_age_s,
-            num_dropped_messages=self._shards.num_malformed + self._clients.num_ignored,
+            num_dropped_messages=self._shards.num_malformed
+            + self._shards.num_refused
+            + self._clients.num_ignored
+            + self._clients.num_refused,
             epoch=self._state.epoch,
             num_restarts=self._num_restarts,
             num_front_ends=self._clients.num_clients,

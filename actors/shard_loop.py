@@ -68,7 +68,9 @@ class ShardLoop:
         """
         self._spec = spec
         try:
-            end = ShardEnd(spec.step_address, spec.tp_rank, epoch=spec.epoch, node=spec.node_ip)
+            end = ShardEnd(
+                spec.step_address, spec.tp_rank, epoch=spec.epoch, node=spec.node_ip, keys=spec.step_keys
+            )
         except OSError as error:
             raise UnavailableError(
                 f"the coordinator at {spec.step_address} cannot be reached: {error}"

@@ -19,7 +19,7 @@ from actors.requests import Request
 from benchmarks import harness
 from cluster.answering.answering import Answering
 from cluster.answering.group_client import GroupClient
-from cluster.launch.group import launch_group
+from cluster.launch.group import GroupHandle, launch_group
 
 PROMPT_LEN = 32
 NEW_TOKENS = 64
@@ -109,17 +109,17 @@ def run_inline(group: InlineGroup, requests: list[Request]) -> float:
     return time.perf_counter() - begin
 
 
-async def run_served(addresses: dict[str, str], num_requests: int, repeats: int) -> Seconds:
+async def run_served(groups: dict[str, GroupHandle], num_requests: int, repeats: int) -> Seconds:
     """The modes take turns."""
 
     async def drain(client: GroupClient, request: Request) -> None:
         async for _ in Answering([client]).run(request):
             pass
 
-    seconds: Seconds = {mode: [] for mode in addresses}
+    seconds: Seconds = {mode: [] for mode in groups}
     for repeat in range(repeats + 1):
-        for mode, address in addresses.items():
-            async with GroupClient(address) as client:
+        for mode, group in groups.items():
+            async with GroupClient(group.request_address, keys=group.request_keys) as client:
                 while not client.healthy:
                     await asyncio.sleep(0.05)
                 batch = requests_for(num_requests, f"{mode}{repeat}")
@@ -148,12 +148,11 @@ def inline(num_requests: int, num_drafts: int, repeats: int, tp: int) -> tuple[S
 def served(num_requests: int, num_drafts: int, repeats: int, tp: int) -> tuple[Seconds, str]:
     """The same through Ray actors and ZeroMQ."""
     with ExitStack() as stack:
-        addresses = {}
+        groups = {}
         for mode in MODES:
             config = config_for(num_drafts, num_requests, mode, tp)
-            group = stack.enter_context(launch_group(config, address="local"))
-            addresses[mode] = group.request_address
-        return asyncio.run(run_served(addresses, num_requests, repeats)), ""
+            groups[mode] = stack.enter_context(launch_group(config, address="local"))
+        return asyncio.run(run_served(groups, num_requests, repeats)), ""
 
 
 def main() -> None:

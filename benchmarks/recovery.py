@@ -20,7 +20,7 @@ from cluster.launch.group import GroupHandle, launch_group
 
 async def measure(group: GroupHandle, num_streams: int, kills: int) -> list[tuple[str, float, float]]:
     """(who, seconds until it was known, seconds until a token), kill by kill."""
-    client = GroupClient(group.request_address, recovery_s=600)
+    client = GroupClient(group.request_address, keys=group.request_keys, recovery_s=600)
     group.follow(ClientFollower(client, asyncio.get_running_loop().call_soon_threadsafe))
     rows = []
     async with client:

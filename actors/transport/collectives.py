@@ -1,12 +1,14 @@
 """How a shard joins the other ranks of its group."""
 
 import os
+import socket
 from datetime import timedelta
 
 import torch.distributed
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from actors.shard_spec import CollectivesSpec
-from actors.transport.network import interface_of
+from actors.transport.network import host_and_port, interface_of
 from kernels_integration.collectives import Collectives, SoloCollectives
 from kernels_integration.collectives.shared_memory import SharedMemoryCollectives
 from kernels_integration.collectives.torch_distributed import TorchCollectives
@@ -39,7 +41,7 @@ def join_collectives(
         except BaseException:
             tp.close()
             raise
-    _init_gloo(spec.init_method, rank, size, node_ip)
+    _init_gloo(spec, rank, size, node_ip)
     world = TorchCollectives(_gloo_group(range(size)))
     if dcp_size in (1, size):
         return world, solo if dcp_size == 1 else world
@@ -55,7 +57,7 @@ def _gloo_group(ranks: range) -> torch.distributed.ProcessGroup:
     return group
 
 
-def _init_gloo(init_method: str, rank: int, size: int, node_ip: str) -> None:
+def _init_gloo(spec: CollectivesSpec, rank: int, size: int, node_ip: str) -> None:
     interface = interface_of(node_ip)
     if interface is not None:
         # gloo would else resolve the host's name, which is often 127.0.0.1
@@ -63,5 +65,21 @@ def _init_gloo(init_method: str, rank: int, size: int, node_ip: str) -> None:
     if torch.distributed.is_initialized():  # of an epoch that has ended
         torch.distributed.destroy_process_group()
     torch.distributed.init_process_group(
-        "gloo", init_method=init_method, rank=rank, world_size=size, timeout=_GLOO_TIMEOUT
+        "gloo", store=rendezvous(spec, rank, size), rank=rank, world_size=size, timeout=_GLOO_TIMEOUT
     )
+
+
+def rendezvous(spec: CollectivesSpec, rank: int, size: int) -> Store:
+    """Where the ranks tell each other their addresses; rank 0 hosts it.
+
+    By itself torch would listen on all addresses of the node, and whoever connects could read and set every
+    key. It listens where the group's nodes reach it, and keys begin with what only the group knows.
+    """
+    host, port = host_and_port(spec.init_method.removeprefix("tcp://"))
+    is_host = rank == 0
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family).detach() if is_host else None
+    store = TCPStore(
+        host, port, size, is_host, _GLOO_TIMEOUT, wait_for_workers=False, master_listen_fd=listener
+    )
+    return PrefixStore(spec.name, store)

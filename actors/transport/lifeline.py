@@ -14,8 +14,12 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from actors.transport.channel_keys import PROOF_BYTES, is_proven, proof
+
 _GREETING = struct.Struct("<4sIi")
-_MAGIC = b"LRL1"
+_MAGIC = b"LRL2"
+_MAX_STRANGERS = 256
+"""Connections that have yet to greet; the oldest is closed for another one."""
 _BEAT = b"\0"
 _PROBES = 3
 UNREACHABLE_S = 1 + _PROBES
@@ -33,7 +37,11 @@ class Signs:
 class Lifelines:
     """The coordinator's side: any number of shards. Pollable by `fileno`; one thread owns it."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, secret: bytes = b"") -> None:
+        """secret: what greetings are proven with."""
+        self._secret = secret
+        self.num_refused = 0
+        """Connections that were closed for their greetings."""
         self._listener = socket.create_server((host, 0), family=_family(host))
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -56,7 +64,7 @@ class Lifelines:
             assert isinstance(line, socket.socket)
             if line is self._listener:
                 self._accept()
-            else:
+            elif line in self._greetings or line in self._owners:  # not closed for another one meanwhile
                 self._read(line, signs)
         return signs
 
@@ -70,6 +78,8 @@ class Lifelines:
             line, _ = self._listener.accept()
             line.setblocking(False)
             probe(line)
+            if len(self._greetings) >= _MAX_STRANGERS:
+                self._refuse(next(iter(self._greetings)))
             self._greetings[line] = b""
             self._selector.register(line, selectors.EVENT_READ)
 
@@ -88,16 +98,26 @@ class Lifelines:
             signs.beats.append(self._owners[line])
 
     def _greet(self, line: socket.socket, greeting: bytes) -> bytes:
-        """Note who has connected. Nothing is returned for a stranger."""
-        if len(greeting) < _GREETING.size:
+        """Note who has connected. Nothing is returned for a stranger, nor for who says to be somebody that is
+        connected already: a greeting that was overheard is good for nothing.
+        """
+        if len(greeting) < _GREETING.size + PROOF_BYTES and _MAGIC.startswith(greeting[: len(_MAGIC)]):
             self._greetings[line] = greeting
             return greeting
-        magic, epoch, rank = _GREETING.unpack_from(greeting)
-        if magic != _MAGIC:
+        greeting = greeting.ljust(_GREETING.size + PROOF_BYTES, b"\0")
+        told, given = greeting[: _GREETING.size], greeting[_GREETING.size :][:PROOF_BYTES]
+        magic, epoch, rank = _GREETING.unpack(told)
+        known = magic == _MAGIC and is_proven(self._secret, told, given)
+        if not known or (epoch, rank) in self._owners.values():
+            self.num_refused += 1
             return b""
         del self._greetings[line]
         self._owners[line] = (epoch, rank)
         return greeting
+
+    def _refuse(self, line: socket.socket) -> None:
+        self.num_refused += 1
+        self._end(line, Signs([], []))
 
     def _end(self, line: socket.socket, signs: Signs) -> None:
         self._selector.unregister(line)
@@ -110,10 +130,11 @@ class Lifelines:
 class Lifeline:
     """A shard's side. `beat_until_lost` belongs to a thread of its own."""
 
-    def __init__(self, address: tuple[str, int], *, epoch: int, rank: int) -> None:
+    def __init__(self, address: tuple[str, int], *, epoch: int, rank: int, secret: bytes = b"") -> None:
         self._line = socket.create_connection(address, timeout=10)
         probe(self._line)
-        self._line.sendall(_GREETING.pack(_MAGIC, epoch, rank))
+        greeting = _GREETING.pack(_MAGIC, epoch, rank)
+        self._line.sendall(greeting + proof(secret, greeting))
 
     def beat_until_lost(self, beat_s: float, is_closing: Callable[[], bool]) -> bool:
         """Beat until is_closing (looked at once a beat); True when the coordinator ended instead."""

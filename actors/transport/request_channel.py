@@ -14,6 +14,8 @@ import zmq
 
 from actors.requests import Request, RequestFailed, RequestUpdate, SequenceKey
 from actors.stats import GroupStats
+from actors.transport.channel_keys import ServerKeys
+from actors.transport.locked_context import LockedContext
 from actors.transport.silence import SilenceWatch
 from kernels_integration.errors import shown
 
@@ -107,8 +109,15 @@ class CoordinatorEnd:
         silence_s: float = CLIENT_SILENCE_S,
         clock: Callable[[], float] = time.monotonic,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+        keys: ServerKeys | None = None,
     ) -> None:
+        """keys: of who is let in; None: everybody, for tests on the loopback address."""
         self.num_ignored = 0
+        self.num_refused = 0
+        """Connections of strangers."""
+        self._locked = None if keys is None else LockedContext(keys)
+        if self._locked is not None:
+            context = self._locked.context
         self._unreachable: set[ClientId] = set()
         self._silence_s = silence_s
         self._silence: SilenceWatch[ClientId] = SilenceWatch(BEAT_S, clock)
@@ -122,6 +131,8 @@ class CoordinatorEnd:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A front end that comes back over a new connection, before the end of the old one is noticed.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._locked is not None:
+            self._locked.lock(self.socket)
         self.socket.bind(bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -152,6 +163,8 @@ class CoordinatorEnd:
     def take_lost(self) -> list[ClientId]:
         """Forget and return the clients whose connection is closed, or that were silent for silence_s."""
         self._silence.tick()
+        if self._locked is not None:
+            self.num_refused = self._locked.num_refused()
         lost = self._unreachable.union(self._silence.silent(self._silence_s))
         self._unreachable = set()
         for client in lost:
@@ -174,7 +187,10 @@ class CoordinatorEnd:
             self._send(receiver, data)
 
     def close(self) -> None:
-        self.socket.close(linger=500)
+        if self._locked is None:
+            self.socket.close(linger=500)
+        else:
+            self._locked.close(self.socket, linger_ms=500)
 
     def _ignore(self, error: Exception) -> None:
         self.num_ignored += 1

@@ -21,7 +21,9 @@ import zmq
 
 from actors import messages
 from actors.messages import StepInput, StepOutput
+from actors.transport.channel_keys import MemberKeys, ServerKeys
 from actors.transport.lifeline import Lifeline, Lifelines
+from actors.transport.locked_context import LockedContext
 from actors.transport.silence import SilenceWatch
 from kernels_integration.errors import UnavailableError
 
@@ -79,6 +81,7 @@ class CoordinatorEnd:
 
     host: where to listen, on free ports; `address` is what shards connect to. `receive` when `socket` or
     `lifelines` has something to read. tick_s: how often `tick` is called.
+    keys: of who is let in; None: everybody, for tests on the loopback address.
     """
 
     def __init__(
@@ -90,18 +93,26 @@ class CoordinatorEnd:
         tick_s: float = BEAT_S,
         clock: Callable[[], float] = time.monotonic,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+        keys: ServerKeys | None = None,
     ) -> None:
         self.num_shards = num_shards
         self.epoch = epoch
         self.num_malformed = 0
         """Messages that could not be read and were dropped."""
+        self.num_refused = 0
+        """Connections of strangers."""
         self._identities: dict[int, ShardIdentity] = {}
         self._ready: set[int] = set()
         self._silence: SilenceWatch[int] = SilenceWatch(tick_s, clock)
-        self.lifelines = Lifelines(host)
+        self.lifelines = Lifelines(host, secret=b"" if keys is None else keys.lifeline)
+        self._locked = None if keys is None else LockedContext(keys)
+        if self._locked is not None:
+            context = self._locked.context
         self.socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a shard that connects again keeps its name
         _unbounded(self.socket)
+        if self._locked is not None:
+            self._locked.lock(self.socket)
         self.socket.bind(f"tcp://{host}:*")
         self.address = f"{self.socket.getsockopt_string(zmq.LAST_ENDPOINT)},{self.lifelines.port}"
 
@@ -167,6 +178,9 @@ class CoordinatorEnd:
     def tick(self) -> None:
         """The coordinator is here: called every tick_s."""
         self._silence.tick()
+        self.num_refused = self.lifelines.num_refused
+        if self._locked is not None:
+            self.num_refused += self._locked.num_refused()
 
     def silent(self, limit_s: float) -> list[int]:
         """Ranks that have connected and were not heard from for longer than limit_s."""
@@ -174,7 +188,10 @@ class CoordinatorEnd:
 
     def close(self) -> None:
         self.lifelines.close()
-        self.socket.close(linger=500)
+        if self._locked is None:
+            self.socket.close(linger=500)
+        else:
+            self._locked.close(self.socket, linger_ms=500)
 
     def _is_ours(self, epoch: int, rank: int) -> bool:
         return epoch == self.epoch and 0 <= rank < self.num_shards
@@ -225,16 +242,24 @@ class ShardEnd:
         node: str = "",
         beat_s: float = BEAT_S,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+        keys: MemberKeys | None = None,
     ) -> None:
         self.rank = rank
         self.epoch = epoch
         steps, _, lifeline_port = address.rpartition(",")
         self._coordinator = steps
         host = steps.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        self._lifeline = Lifeline((host, int(lifeline_port)), epoch=epoch, rank=rank)
+        self._lifeline = Lifeline(
+            (host, int(lifeline_port)),
+            epoch=epoch,
+            rank=rank,
+            secret=b"" if keys is None else keys.lifeline,
+        )
         self._socket = (context or zmq.Context.instance()).socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, _steps_name(epoch, rank))
         _unbounded(self._socket)
+        if keys is not None:
+            keys.lock(self._socket)
         self._socket.connect(steps)
         self._send(_Kind.HELLO, msgspec.msgpack.encode(ShardIdentity(node=node, pid=os.getpid())))
         self._closing = threading.Event()

@@ -206,7 +206,9 @@ def start_engine(
 
     handle = launch_group(config, address=address, progress=progress or (lambda message: None))
     client = GroupClient(
-        handle.request_address, recovery_s=config.recovery_timeout_s if config.max_restarts else 0.0
+        handle.request_address,
+        keys=handle.request_keys,
+        recovery_s=config.recovery_timeout_s if config.max_restarts else 0.0,
     )
     engine = Engine(
         client,

@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from actors.requests import Request, SequenceKey
 from actors.stats import GroupStats
 from actors.transport import request_channel
+from actors.transport.channel_keys import MemberKeys
 from actors.transport.request_channel import Abort, Goodbye, GroupBeat, Hello, Submit, Updates
 from actors.transport.silence import SilenceWatch
 from cluster.answering.group import Deliver, LetGoError
@@ -46,12 +47,17 @@ class GroupClient:
         self,
         request_address: str,
         *,
+        keys: MemberKeys | None = None,
         silence_s: float = SILENCE_S,
         give_up_s: float = GIVE_UP_S,
         recovery_s: float = 0.0,
     ) -> None:
-        """recovery_s: how long after the loss of the coordinator its successor may be waited for."""
+        """keys: of the group; None: its coordinator lets everybody in, in tests.
+
+        recovery_s: how long after the loss of the coordinator its successor may be waited for.
+        """
         self.request_address = request_address
+        self._keys = keys
         self._recovery_s = recovery_s
         self._is_lost = False
         """The connection was closed, and no coordinator has been heard since."""
@@ -110,6 +116,8 @@ class GroupClient:
             socket.setsockopt(zmq.LINGER, 500)
             socket.setsockopt(zmq.TCP_MAXRT, request_channel.UNREACHABLE_MS)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            if self._keys is not None:
+                self._keys.lock(socket)
             socket.connect(self.request_address)
             self._socket = socket
             self._tasks = [
@@ -167,7 +175,7 @@ class GroupClient:
 
     async def current_stats(self) -> GroupStats:
         """Numbers as of now: the coordinator greets a new client with them. Errors: UnavailableError."""
-        return await current_stats(self.request_address)
+        return await current_stats(self.request_address, self._keys)
 
     async def close(self) -> None:
         """Leave the group; sequences that run end with UnavailableError, and at the coordinator."""
@@ -286,12 +294,12 @@ class ClientFollower:
         self._call_soon(self._client.lose, reason)
 
 
-async def current_stats(request_address: str) -> GroupStats:
+async def current_stats(request_address: str, keys: MemberKeys | None) -> GroupStats:
     """A group's numbers now, not as of a heartbeat: the coordinator greets a new client with them.
 
     Errors: UnavailableError when the coordinator does not answer.
     """
-    async with GroupClient(request_address) as client:
+    async with GroupClient(request_address, keys=keys) as client:
         stats = client.stats
     assert stats is not None, "connect waits for the first heartbeat"
     return stats

@@ -56,7 +56,7 @@ class LocalTarget:
         new = self.path.with_name(f"{self.path.name}.new")
         try:
             new.unlink(missing_ok=True)
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UnavailableError(f"{self._flag} {self.name} takes no more: {error.strerror}") from error
         file = OutputFile(self.name, descriptor, self._flag, replaces=(new, self.path))

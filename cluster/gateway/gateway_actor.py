@@ -10,6 +10,7 @@ from actors.actor_process import Node, this_node
 from actors.config import GroupConfig
 from actors.gcs_watch import end_with_gcs
 from actors.logs import LogSettings, start_logging
+from actors.transport.channel_keys import MemberKeys
 from cluster.access.access import AccessFiles
 from cluster.answering.admission import NO_LIMITS, Limits
 from cluster.answering.group import Drained, Groups
@@ -22,12 +23,15 @@ from cluster.gateway.server import GatewayServer
 
 @ray.remote(num_cpus=0)  # it waits for sockets
 class GatewayActor:
-    """One gateway process on the node where Ray puts it. It imports no torch."""
+    """One gateway process on the node where Ray puts it. It imports no torch.
+
+    groups: where each can be asked, and the keys for that.
+    """
 
     def __init__(
         self,
         config: GroupConfig,
-        request_addresses: Sequence[str],
+        groups: Sequence[tuple[str, MemberKeys]],
         host: str,
         port: int,
         max_message_bytes: int,
@@ -41,7 +45,7 @@ class GatewayActor:
         self._log_folder = None if logs is None else start_logging(logs, "gateway")
         self._config = config
         recovery_s = config.recovery_timeout_s if config.max_restarts else 0.0
-        self._groups = [GroupClient(address, recovery_s=recovery_s) for address in request_addresses]
+        self._groups = [GroupClient(address, keys=keys, recovery_s=recovery_s) for address, keys in groups]
         self._host = host
         self._port = port
         self._max_message_bytes = max_message_bytes

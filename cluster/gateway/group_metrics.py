@@ -39,7 +39,11 @@ _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("latentray:schedule_seconds", "Time spent choosing steps.", lambda s: s.schedule_s),
     ("latentray:step_seconds", "Time from the choice of steps to their reports.", lambda s: s.step_s),
     ("latentray:process_seconds", "Time spent on reports.", lambda s: s.process_s),
-    ("latentray:dropped_messages", "Shards' messages that were dropped.", lambda s: s.num_dropped_messages),
+    (
+        "latentray:dropped_messages",
+        "Messages between processes that were dropped, and connections without the group's keys.",
+        lambda s: s.num_dropped_messages,
+    ),
     ("latentray:restarts", "Times that lost shards were started again.", lambda s: s.num_restarts),
     ("latentray:requests_aborted", "Requests that were ended before their end.", lambda s: s.num_aborted),
 )

@@ -7,8 +7,8 @@ from cluster.access.api_keys import ApiKeys
 from cluster.access.principal import ANYBODY, set_principal
 from kernels_integration.errors import InvalidApiKeyError
 
-_OPEN = ("/health", "/ready")
-"""What probes ask, which have no key."""
+_OPEN = ("/health", "/ready", "/status")
+"""What probes ask, which have no key; and a page without data, which asks its reader for one."""
 
 
 def require_key(keys: ApiKeys | None) -> Middleware:

@@ -85,7 +85,7 @@ def _ask(
     prompt: str | Sequence[int] = question.text
     if question.is_chat:
         prompt = frontend.render_chat([{"role": "user", "content": question.text}])
-    before = asyncio.run(current_stats(server.groups[0].request_address))
+    before = asyncio.run(current_stats(server.groups[0].request_address, server.groups[0].request_keys))
     show(f"\n[{question.title}] {question.text}{' -> ' if question.is_chat else ''}")
     start_s = first_s = last_s = time.perf_counter()
     num_tokens = num_first = 0
@@ -97,7 +97,7 @@ def _ask(
                 first_s, num_first = last_s, len(piece.token_ids)
             num_tokens += len(piece.token_ids)
     show("\n")
-    after = asyncio.run(current_stats(server.groups[0].request_address))
+    after = asyncio.run(current_stats(server.groups[0].request_address, server.groups[0].request_keys))
     num_verifies = after.num_verifies - before.num_verifies
     accepted = [a - b for a, b in zip(after.accepted, before.accepted, strict=True)]
     proposed = [a - b for a, b in zip(after.proposed, before.proposed, strict=True)]

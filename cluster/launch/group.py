@@ -12,6 +12,7 @@ import ray.exceptions
 from actors.actor_process import Node
 from actors.config import GroupConfig
 from actors.logs import LogSettings, check_writable, new_run
+from actors.transport.channel_keys import MemberKeys
 from cluster.launch import placement
 from cluster.launch.accounts import ask_all, take_trace
 from cluster.launch.followers import Follower
@@ -128,6 +129,11 @@ class GroupHandle:
     def request_address(self) -> str:
         """What GroupClient connects to."""
         return self._group.request_address
+
+    @property
+    def request_keys(self) -> MemberKeys:
+        """What GroupClient is let in with."""
+        return self._group.request_keys
 
     @property
     def placement(self) -> dict[str, Node]:

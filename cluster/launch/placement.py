@@ -1,6 +1,7 @@
 """Where a group's actors go: one bundle per actor, as close together as the cluster allows."""
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def choose_collectives(
         return CollectivesSpec(kind="solo")
     if len({shard.node_id for shard in shards}) == 1 and can_share_memory():
         return CollectivesSpec(kind="shared_memory", name=name)
-    return CollectivesSpec(kind="gloo", init_method=f"tcp://{shards[0].ip}:{free_port()}")
+    init_method = f"tcp://{shards[0].ip}:{free_port()}"
+    return CollectivesSpec(kind="gloo", name=secrets.token_hex(16), init_method=init_method)
 
 
 def by_node(actors: Mapping[str, Node]) -> dict[str, str]:

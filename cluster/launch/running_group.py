@@ -18,6 +18,7 @@ from actors.logs import LogSettings
 from actors.model_location import to_local, to_portable
 from actors.shard_actor import ShardActor
 from actors.shard_spec import CollectivesSpec, ShardSpec
+from actors.transport.channel_keys import GroupKeys, MemberKeys
 from cluster.launch import placement
 from cluster.launch.accounts import load_state
 from cluster.launch.followers import Followers
@@ -62,6 +63,7 @@ class RunningGroup:
         self._title = title
         self.name = f"{config.served_model_name}-{uuid.uuid4().hex[:6]}"
         self.request_address = ""
+        self._keys = GroupKeys.draw()
         self.collectives = "solo"
         self.coordinator: Member | None = None
         self.shards: list[Member] = []
@@ -91,6 +93,11 @@ class RunningGroup:
     @property
     def members(self) -> list[Member]:
         return ([] if self.coordinator is None else [self.coordinator]) + self.shards
+
+    @property
+    def request_keys(self) -> MemberKeys:
+        """Of the coordinator, and of each that follows it."""
+        return self._keys.requests.member
 
     @property
     def failure(self) -> str | None:
@@ -158,7 +165,7 @@ class RunningGroup:
         self.coordinator = self._member("coordinator", actor, node, bundle=0, epoch=epoch)
         host = "127.0.0.1" if self._session.is_local else node.ip
         [(self._step_address, self.request_address)] = self._wait(
-            [actor.open.remote(self._config, host, epoch, recovers)],
+            [actor.open.remote(self._config, host, epoch, self._keys, recovers)],
             "the coordinator to listen",
             _CALL_TIMEOUT_S,
         )
@@ -193,6 +200,7 @@ class RunningGroup:
                 tp_rank=rank,
                 epoch=epoch,
                 step_address=self._step_address,
+                step_keys=self._keys.steps.member,
                 collectives=collectives,
                 node_ip=shard.node.ip,
                 num_threads=self._num_threads,

@@ -169,7 +169,7 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
         gateway = groups[0].start_gateway(
             GatewayActor,
             config,
-            [group.request_address for group in groups],
+            [(group.request_address, group.request_keys) for group in groups],
             args.host,
             args.port,
             args.max_message_size,

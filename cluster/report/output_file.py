@@ -168,7 +168,7 @@ def _create_partial(path: str, flag: str, target: Path) -> tuple[Path, int]:
     while True:
         partial = _partial_name(target, number)
         try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             break
         except FileExistsError:
             number += 1

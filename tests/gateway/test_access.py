@@ -94,7 +94,7 @@ async def test_http_answers_401_in_openais_envelope_and_leaves_probes_open(serve
                     assert answer.status == 401
                     error = (await answer.json())["error"]
                     assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ready", "/status"):
             async with session.get(base + path) as answer:
                 assert answer.status == 200
         # One connection: its next request does not inherit the tenant.

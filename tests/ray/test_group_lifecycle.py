@@ -52,7 +52,7 @@ def lost_group() -> Iterator[GroupHandle]:
 async def test_without_restarts_a_killed_shard_fails_live_requests_and_is_named(
     lost_group: GroupHandle,
 ) -> None:
-    async with GroupClient(lost_group.request_address) as client:
+    async with GroupClient(lost_group.request_address, keys=lost_group.request_keys) as client:
         live = asyncio.create_task(served_tokens(client, requests(400, ignore_eos=True)))
         await eventually(lambda: client.stats is not None and client.stats.running == 6, 5)
         pids = lost_group.process_ids()
@@ -84,7 +84,7 @@ async def test_a_process_that_is_stopped_for_a_while_is_slow_and_not_dead(stoppe
     config = dataclasses.replace(group_config(2, 1), step_timeout_s=1.0)
     with launch_group(config, address="local") as group:
         pids = group.process_ids()
-        async with GroupClient(group.request_address, silence_s=60) as client:
+        async with GroupClient(group.request_address, keys=group.request_keys, silence_s=60) as client:
             live = asyncio.create_task(served_tokens(client, requests(300, ignore_eos=True)))
             await eventually(lambda: client.stats is not None and client.stats.running == 6, 5)
             os.kill(pids[stopped], signal.SIGSTOP)
@@ -107,7 +107,7 @@ async def test_two_groups_share_a_local_cluster_until_the_last_ends() -> None:
     first = launch_group(group_config(1, 1), address="local")
     second = launch_group(group_config(1, 1), address="local")
     first.stop()
-    async with GroupClient(second.request_address) as client:
+    async with GroupClient(second.request_address, keys=second.request_keys) as client:
         assert (await served_tokens(client, requests(4)[:1])).keys() == {"0-0"}
     second.stop()
     assert not ray.is_initialized()

@@ -22,7 +22,7 @@ def group() -> Iterator[GroupHandle]:
 
 
 async def test_streams_equal_those_of_one_rank_in_process(group: GroupHandle) -> None:
-    async with GroupClient(group.request_address) as client:
+    async with GroupClient(group.request_address, keys=group.request_keys) as client:
         assert (client.healthy, group.collectives) == (True, "shared_memory")
         batch = requests()
         assert await served_tokens(client, batch) == inline_tokens(batch)
@@ -30,7 +30,7 @@ async def test_streams_equal_those_of_one_rank_in_process(group: GroupHandle) ->
 
 
 async def test_blocks_are_back_after_an_abort(group: GroupHandle) -> None:
-    async with GroupClient(group.request_address) as client:
+    async with GroupClient(group.request_address, keys=group.request_keys) as client:
         await eventually(lambda: client.stats is not None and client.stats.num_used_blocks == 0, 3)
         updates = stream(client, requests(400, ignore_eos=True)[0])
         async for _ in updates:

@@ -143,7 +143,7 @@ async def test_an_actor_that_dies_is_named_with_its_cause(
     group: GroupHandle, name: str, number: signal.Signals, cause: str
 ) -> None:
     pid = group.process_ids()[name]
-    async with GroupClient(group.request_address) as client:
+    async with GroupClient(group.request_address, keys=group.request_keys) as client:
         live = asyncio.create_task(served_tokens(client, requests(400, ignore_eos=True)))
         await eventually(lambda: client.stats is not None and client.stats.running == 6, 20)
         os.kill(pid, number)

@@ -73,7 +73,7 @@ def group() -> Iterator[GroupHandle]:
 
 @asynccontextmanager
 async def connected(group: GroupHandle) -> AsyncIterator[GroupClient]:
-    async with GroupClient(group.request_address) as client:
+    async with GroupClient(group.request_address, keys=group.request_keys) as client:
         await eventually(lambda: client.healthy, 20)
         yield client
 
@@ -141,7 +141,7 @@ def tokens_in(answers: dict[str, list[RequestUpdate]]) -> dict[str, list[int]]:
 @asynccontextmanager
 async def following(group: GroupHandle) -> AsyncIterator[tuple[GroupClient, Answering]]:
     """A front end as the gateway is one."""
-    client = GroupClient(group.request_address, recovery_s=60)
+    client = GroupClient(group.request_address, keys=group.request_keys, recovery_s=60)
     group.follow(ClientFollower(client, asyncio.get_running_loop().call_soon_threadsafe))
     async with client:
         await eventually(lambda: client.healthy, 20)

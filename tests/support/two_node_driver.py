@@ -31,13 +31,13 @@ def home_of_the_package() -> str:
 
 
 async def serve(group: GroupHandle) -> None:
-    async with GroupClient(group.request_address) as client:
+    async with GroupClient(group.request_address, keys=group.request_keys) as client:
         say(tokens=await served_tokens(client, requests()))
 
 
 async def watch(group: GroupHandle) -> None:
     """Keep requests alive until the group is lost; say how long the loss took to be known."""
-    async with GroupClient(group.request_address) as client:
+    async with GroupClient(group.request_address, keys=group.request_keys) as client:
         live = asyncio.create_task(served_tokens(client, requests(400, ignore_eos=True)))
         await eventually(lambda: client.stats is not None and client.stats.running == 6, 20)
         say(live=True)
@@ -55,7 +55,7 @@ async def watch(group: GroupHandle) -> None:
 
 async def outlive(group: GroupHandle) -> None:
     """Requests that run while a node is lost; what became of them, and of the group."""
-    client = GroupClient(group.request_address, recovery_s=120)
+    client = GroupClient(group.request_address, keys=group.request_keys, recovery_s=120)
     group.follow(ClientFollower(client, asyncio.get_running_loop().call_soon_threadsafe))
     async with client:
         answering = Answering([client])

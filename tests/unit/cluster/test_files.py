@@ -48,13 +48,13 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
     assert partial.read_text() == "new\n"
 
 
-def test_a_file_has_the_users_own_mode(tmp_path: Path) -> None:
-    before = os.umask(0o027)
+def test_a_file_of_answers_is_its_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
     try:
         write_rows(tmp_path / "o.jsonl", "a")
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "o.jsonl").stat().st_mode) == 0o640
+    assert stat.S_IMODE((tmp_path / "o.jsonl").stat().st_mode) == 0o600
 
 
 def test_a_batch_that_ends_before_its_first_answer_leaves_no_file(tmp_path: Path) -> None:

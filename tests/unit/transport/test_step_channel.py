@@ -309,7 +309,7 @@ def test_strangers_on_the_lifelines_are_nobody(context: "zmq.Context[Any]") -> N
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].sendall(b"LR")
-    strangers[2].sendall(b"LRL1" + bytes(4) + (7).to_bytes(4, "little"))  # a rank that is none
+    strangers[2].sendall(b"LRL2" + bytes(4) + (7).to_bytes(4, "little"))  # a rank that is none
     shard = ShardEnd(inbox.end.address, 0, context=context)
     shard.ready()
     inbox.wait_ready()
