@@ -56,6 +56,7 @@ def values_schema() -> Schema:
                 "Environment of every container, by name.", text("A value."), "^[A-Za-z_][A-Za-z0-9_]*$"
             ),
             model=_MODEL,
+            access=_ACCESS,
             ray=_RAY,
             head=closed(
                 "Pod of Ray's head, without accelerator and CPUs of Ray's account.", _pod(disrupted=True)
@@ -228,6 +229,17 @@ _MODEL = closed(
         directory=text("Directory in the volume.", pattern="^([A-Za-z0-9_][A-Za-z0-9._-]*)?$"),
         tokenSecret=text("Existing Secret with the hub's token; empty: none."),
         tokenKey=text("Its key.", minLength=1),
+    ),
+)
+_ACCESS = closed(
+    "Who is served: docs/security.md. Changed Secrets are in force without a restart.",
+    apiKeysSecret=text(
+        "Existing Secret with the file of API keys under keys.yaml, and one of the keys under test-key for "
+        "`helm test`; empty: everybody who reaches the ports is served."
+    ),
+    tlsSecret=text(
+        "Existing Secret of type kubernetes.io/tls (tls.crt, tls.key, ca.crt), for the name of the Service; "
+        "gRPC, HTTP and metrics speak TLS. Empty: in the clear."
     ),
 )
 _RAY = closed(

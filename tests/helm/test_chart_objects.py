@@ -138,7 +138,34 @@ def test_services_lead_to_the_server_alone(documents: list[Document]) -> None:
 def test_grpc_and_http_are_told_apart(documents: list[Document]) -> None:
     for service in (d for d in documents if d["kind"] == "Service"):
         protocols = {port["name"]: port.get("appProtocol") for port in service["spec"]["ports"]}
-        assert protocols in ({"grpc": "grpc", "http": "http"}, {"http-metrics": None})
+        http = "https" if speaks_tls(documents) else "http"
+        assert protocols in ({"grpc": "grpc", "http": http}, {"http-metrics": None})
+
+
+def speaks_tls(documents: list[Document]) -> bool:
+    [config] = (
+        d["data"]["latentray.yaml"]
+        for d in documents
+        if d["kind"] == "ConfigMap" and "latentray.yaml" in d["data"]
+    )
+    return "tls-cert" in config
+
+
+def test_what_protects_a_server_is_where_its_settings_say(documents: list[Document]) -> None:
+    """Secrets' files, which the pods' group may read and others not; probes speak as the server does."""
+    for template in pod_templates(documents):
+        container = template["spec"]["containers"][0]
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+        if "startupProbe" in container:
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                scheme = container[probe]["httpGet"].get("scheme", "HTTP")
+                assert (scheme == "HTTPS") == speaks_tls(documents)
+            assert ("keys" in mounts and "tls" in mounts) == speaks_tls(documents)
+        for name in {"keys", "tls"} & mounts.keys():
+            assert mounts[name]["readOnly"] is True
+            assert mounts[name]["mountPath"] == f"/etc/latentray-{name}"
+            assert volumes[name]["secret"].get("defaultMode", 0o400) == 0o400
 
 
 def test_monitors_find_their_ports(documents: list[Document]) -> None:
@@ -175,7 +202,7 @@ def test_routes_lead_to_ports_of_the_service(documents: list[Document]) -> None:
 
 def test_pods_are_restricted(documents: list[Document]) -> None:
     """Kubernetes' restricted profile."""
-    legal_volumes = {"configMap", "emptyDir", "persistentVolumeClaim"}
+    legal_volumes = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
     for template in pod_templates(documents):
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -194,7 +221,10 @@ def test_no_service_gives_us_settings(documents: list[Document]) -> None:
     assert all(template["spec"]["enableServiceLinks"] is False for template in pod_templates(documents))
     for template in pod_templates(documents):
         names = {variable["name"] for variable in template["spec"]["containers"][0]["env"]}
-        assert {name for name in names if name.startswith("LATENTRAY_")} <= {"LATENTRAY_CONFIG"}
+        assert {name for name in names if name.startswith("LATENTRAY_")} <= {
+            "LATENTRAY_CONFIG",
+            "LATENTRAY_API_KEY",
+        }
 
 
 def test_every_mount_has_its_volume_and_every_volume_its_mount(documents: list[Document]) -> None:

@@ -65,6 +65,22 @@ def test_illegal_values_are_refused_at_their_path(chart: Renderer, values: dict[
     [
         ({"server": {"enabled": False}}, "nothing to install", "set one of them"),
         ({"config": {"host": "127.0.0.1"}}, "config.host is 127.0.0.1", "use 0.0.0.0"),
+        (
+            {"config": {"insecure": False}},
+            "config.insecure is false",
+            "set access.apiKeysSecret and access.tls",
+        ),
+        (
+            {"config": {"insecure": False}, "access": {"apiKeysSecret": "keys"}},
+            "needs keys and TLS",
+            "config.insecure: true",
+        ),
+        ({"config": {"api-keys": "/keys"}}, "config.api-keys is a file", "set access.apiKeysSecret"),
+        (
+            {"access": {"tlsSecret": "tls"}, "ingress": {"enabled": True, "host": "a.b"}},
+            "access.tlsSecret makes the server speak TLS",
+            "leave access.tlsSecret out",
+        ),
         ({"config": {"port": 8000}}, "config.http-port is 8000, which config.port has", "another port"),
         ({"config": {"metrics-port": 8080}}, "Ray's metrics", "another port"),
         ({"env": {"LATENTRAY_MAX_NUM_SEQS": "8"}}, "env.LATENTRAY_MAX_NUM_SEQS", "write config.max-num-seqs"),

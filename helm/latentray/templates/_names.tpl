@@ -48,6 +48,42 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- range $key, $value := .Values.config }}
 {{ $key }}: {{ toJson $value }}
 {{- end }}
+{{- if .Values.access.apiKeysSecret }}
+api-keys: "/etc/latentray-keys/keys.yaml"
+{{- end }}
+{{- if .Values.access.tlsSecret }}
+tls-cert: "/etc/latentray-tls/tls.crt"
+tls-key: "/etc/latentray-tls/tls.key"
+{{- end }}
+{{- end }}
+
+{{/* Mounts and volumes of what protects a server. Files of root that the group may read: fsGroup. */}}
+{{- define "latentray.accessMounts" -}}
+{{- if .Values.access.apiKeysSecret }}
+- name: keys
+  mountPath: /etc/latentray-keys
+  readOnly: true
+{{- end }}
+{{- if .Values.access.tlsSecret }}
+- name: tls
+  mountPath: /etc/latentray-tls
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "latentray.accessVolumes" -}}
+{{- with .Values.access.apiKeysSecret }}
+- name: keys
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0400
+{{- end }}
+{{- with .Values.access.tlsSecret }}
+- name: tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0400
+{{- end }}
 {{- end }}
 
 {{- define "latentray.grpcPort" -}}{{ index .Values.config "port" }}{{- end }}

@@ -61,6 +61,7 @@ serves: runs serve.sh, with its ports and probes; outlasts: ends after the serve
 {{- $root := .root -}}
 {{- $pod := .pod -}}
 {{- $accelerator := .accelerator | default "none" -}}
+{{- $scheme := ternary ", scheme: HTTPS" "" (ne $root.Values.access.tlsSecret "") -}}
 metadata:
   labels:
     {{- with $pod.labels }}
@@ -160,19 +161,19 @@ spec:
       {{- if .serves }}
       # The model loads for minutes; nothing else is asked before this one has been answered.
       startupProbe:
-        httpGet: {path: /health, port: http}
+        httpGet: {path: /health, port: http{{ $scheme }}}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: {{ div (add $pod.startupSeconds 9) 10 }}
       # 200 exactly while a token can be produced
       readinessProbe:
-        httpGet: {path: /ready, port: http}
+        httpGet: {path: /ready, port: http{{ $scheme }}}
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 2
       # Lost shards are replaced within recovery-timeout. One that cannot help itself for longer starts anew.
       livenessProbe:
-        httpGet: {path: /health, port: http}
+        httpGet: {path: /health, port: http{{ $scheme }}}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: {{ div (add $pod.livenessSeconds 9) 10 }}
@@ -203,6 +204,11 @@ spec:
         - name: shared-mem
           mountPath: /dev/shm
         {{- include "latentray.scratchMounts" $root | nindent 8 }}
+        {{- if .serves }}
+        {{- with include "latentray.accessMounts" $root | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- end }}
         {{- if $root.Values.model.existingClaim }}
         - name: models
           mountPath: {{ $root.Values.model.mountPath }}
@@ -223,6 +229,11 @@ spec:
     - name: scratch
       emptyDir:
         sizeLimit: {{ $pod.scratch | default "20Gi" }}
+    {{- if .serves }}
+    {{- with include "latentray.accessVolumes" $root | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
+    {{- end }}
     {{- with $root.Values.model.existingClaim }}
     - name: models
       persistentVolumeClaim:

@@ -18,6 +18,18 @@
 {{- if has (index $config "host") (list "127.0.0.1" "localhost" "::1") -}}
 {{- fail (printf "config.host is %s, which no probe, Service or client reaches; use 0.0.0.0, or :: for IPv6" (index $config "host")) -}}
 {{- end -}}
+{{- range $key := list "api-keys" "tls-cert" "tls-key" "tls-client-ca" -}}
+{{- if index $config $key -}}
+{{- fail (printf "config.%s is a file of the pods, which come from Secrets; set access.apiKeysSecret and access.tlsSecret (certificates of clients end at a gateway: probes have none)" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- $access := $values.access -}}
+{{- if and $server.enabled (not (index $config "insecure")) (not (and $access.apiKeysSecret $access.tlsSecret)) -}}
+{{- fail "config.insecure is false, and then the server needs keys and TLS; set access.apiKeysSecret and access.tlsSecret, or config.insecure: true" -}}
+{{- end -}}
+{{- if and $access.tlsSecret (or $values.ingress.enabled $values.httpRoute.enabled $values.grpcRoute.enabled) -}}
+{{- fail "access.tlsSecret makes the server speak TLS, and the Ingress and the routes of this chart end it themselves; leave access.tlsSecret out, or make routes of your own that pass TLS on" -}}
+{{- end -}}
 {{- $taken := dict "8080" "Ray's metrics" "6379" "Ray" "8265" "Ray's dashboard" "52365" "Ray's agent" -}}
 {{- range $key := list "port" "http-port" "metrics-port" -}}
 {{- if index $config $key -}}
