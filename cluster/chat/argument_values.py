@@ -53,7 +53,8 @@ def _types(schema: object) -> set[str] | None:
         return None
     if "type" in schema:
         given = schema["type"]
-        return {given} if isinstance(given, str) else {t for t in given if isinstance(t, str)}
+        given = [given] if isinstance(given, str) else given
+        return {t for t in given if isinstance(t, str)} if isinstance(given, list) else None
     for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
         if isinstance(values, list):
             return set[str]().union(*map(_names, values))

@@ -160,11 +160,17 @@ def _checked_calls(calls: object, field: str) -> list[Any]:
     if not isinstance(calls, list):
         raise InvalidRequestError(f"{field} is {shown(calls)}; it must be a list", field=field)
     for i, call in enumerate(calls):
-        if isinstance(call, Mapping) and call.get("index", i) != i:  # of streams that were put together
-            raise InvalidRequestError(
-                f"{field}[{i}].index is {shown(call['index'])}; it must be {i}, its place, or be left out",
-                field=f"{field}[{i}].index",
-            )
+        for name, is_legal, rule in (
+            ("index", lambda value, place=i: value == place, f"{i}, its place"),  # of streams put together
+            ("type", lambda value: value == "function", "function"),
+            ("id", lambda value: isinstance(value, str), "text"),
+        ):
+            value = call.get(name) if isinstance(call, Mapping) else None
+            if value is not None and not is_legal(value):
+                place = f"{field}[{i}].{name}"
+                raise InvalidRequestError(
+                    f"{place} is {shown(value)}; it must be {rule}, or be left out", field=place
+                )
     return [_checked_tool(call) for call in calls]
 
 

@@ -1,5 +1,6 @@
 """A checkpoint's chat template: untrusted Jinja, compiled and rendered in a process of its own."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,12 @@ class ChatTemplate:
                 raise InvalidRequestError(
                     f"chat_template_kwargs holds {shown(name)}; it must hold names of the template's "
                     f"variables, without {', '.join(RESERVED)}",
+                    field="chat_template_kwargs",
+                )
+            if not re.search(rf"\b{name}\b", self.source):
+                raise InvalidRequestError(
+                    f"chat_template_kwargs holds {shown(name)}, which the model's chat template does not "
+                    "read; leave it out",
                     field="chat_template_kwargs",
                 )
         variables = dict(special_tokens or {}) | {"documents": None} | more

@@ -64,6 +64,14 @@ class _Protocol(RequestHandler):
         response.force_close()
         return response
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Of what was refused before any middleware, such as an Expect that nobody knows."""
+        if isinstance(resp, web.HTTPException):
+            resp = refused(resp.status, resp.text or resp.reason)
+        return await super().finish_response(request, resp, start_time)
+
 
 class _Refusal(asyncio.Protocol):
     """Answers without having been asked, and closes."""

@@ -6,7 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from cluster.openai.strict_json import json_object
-from kernels_integration.errors import OverloadedError, shown
+from kernels_integration.errors import InvalidRequestError, OverloadedError, shortened, shown
 
 READ_TIMEOUT_S = 60.0
 """From the headers to the last byte."""
@@ -54,6 +54,10 @@ class BodyReader:
             raise web.HTTPRequestTimeout(
                 reason=f"the body has not come within {READ_TIMEOUT_S:g} seconds; send it faster"
             ) from None
+        except web.RequestPayloadError as error:
+            raise InvalidRequestError(
+                f"the body cannot be read: {shortened(' '.join(str(error).split()))}", field="body"
+            ) from error
         finally:
             self._num_held -= len(content)
         return bytes(content)

@@ -64,8 +64,14 @@ _CLOSE = 0.85
 
 _STREAMING = frozenset({"stream", "stream_options"})
 
-NO_EFFECT = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-"""Parameters that never change an answer."""
+NO_EFFECT: Mapping[str, tuple[type, str]] = {
+    "metadata": (dict, "an object"),
+    "prompt_cache_key": (str, "text"),
+    "safety_identifier": (str, "text"),
+    "store": (bool, "true or false"),
+    "user": (str, "text"),
+}
+"""Parameters that never change an answer, and what they must be."""
 
 _RULES = {
     "bool_type": "true or false",
@@ -99,8 +105,14 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
     if not may_stream:
         legal -= _STREAMING
     for name, value in body.items():
-        if name not in legal and name not in NO_EFFECT and value is not None:
+        if value is None or name in legal:
+            continue
+        if name not in NO_EFFECT:
             _check_unsupported(legal, name, value)
+            continue
+        kind, rule = NO_EFFECT[name]
+        if not isinstance(value, kind):
+            raise InvalidRequestError(f"{name} is {shown(value)}; it must be {rule}", field=name)
     try:
         found = cls.model_validate(dict(body))
     except ValidationError as error:

@@ -65,7 +65,7 @@ def _add(found: Conversation, item: object, place: str) -> None:
     if not isinstance(item, Mapping):
         raise InvalidRequestError(f"{place} is {shown(item)}; it must be an object", field=place)
     kind = item.get("type", "message")
-    if kind in _FIELDS:
+    if isinstance(kind, str) and kind in _FIELDS:
         require_only(item, (*_OF_ANY, *_FIELDS[kind]), place, of=f"an item of type {kind}")
     match kind:
         case "message" if item.get("role") == "assistant":

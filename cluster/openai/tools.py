@@ -152,7 +152,12 @@ def _require_writable(parameters: Mapping[str, Any] | None, field: str, frontend
     """Errors: InvalidRequestError for a property whose name has no place in the model's form of calls."""
     form = frontend.answer_form.calls
     properties = parameters.get("properties") if parameters is not None else None
-    if form is None or not isinstance(properties, Mapping):
+    if properties is not None and not isinstance(properties, Mapping):
+        raise InvalidRequestError(
+            f"{field}.properties is {shown(properties)}; it must be an object of JSON schemas",
+            field=f"{field}.properties",
+        )
+    if form is None or properties is None:
         return
     for name in properties:
         if not form.can_write(name):

@@ -177,6 +177,30 @@ async def test_floods_of_headers_are_refused(serve: Serve) -> None:
     assert await is_served(server)
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: the best\r\n\r\n", 417),
+        (b"POST /v1/none HTTP/1.1\r\nHost: x\r\nExpect: the best\r\n\r\n", 417),
+        (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (HEAD + b"Content-Length: -1\r\n\r\n", 400),
+    ],
+)
+async def test_what_servers_refuse_by_themselves_has_the_envelope(
+    serve: Serve, head: bytes, status: int
+) -> None:
+    server = await serve(ScriptedGroup(echo), http_port=0)
+    reader, writer = await connect(server)
+    writer.write(head)
+    answer = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+    assert int(answer[9:12]) == status
+    told = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert list(told) == ["message", "type", "param", "code"]
+    assert told["type"] == "invalid_request_error"
+    writer.close()
+
+
 async def test_bodies_of_the_largest_size(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is answered; what is too large, or too much together, is refused while it comes."""
     size = 2**20

@@ -130,6 +130,7 @@ USER = {"role": "user", "content": "Hi"}
         ({"input": None}, "input", "input"),
         ({"input": []}, "input", "non-empty list"),
         ({"input": [5]}, "input[0]", "must be an object"),
+        ({"input": [{"type": ["x"]}]}, "input[0].type", "must be one of"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

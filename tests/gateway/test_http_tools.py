@@ -209,6 +209,11 @@ async def test_histories_that_other_servers_have_stumbled_over(
             "JSON schema",
         ),
         (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": []}}}]},
+            "tools[0].function.parameters.properties",
+            "an object of JSON schemas",
+        ),
+        (
             {"tools": [{"type": "function", "function": {"name": "a"}, "x": 1}]},
             "tools[0].x",
             "a tool may hold type, function",

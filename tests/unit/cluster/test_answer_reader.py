@@ -33,6 +33,9 @@ TOOLS = [
 ]
 
 
+ODD = tool("odd", number={"type": 5}, list={"type": [["x"]]}, choice={"enum": 5}, other=7)
+
+
 @dataclass
 class Answer:
     """Parts, joined."""
@@ -58,7 +61,7 @@ class Answer:
 
 def read(pieces: Sequence[str], form: str, *, opened: bool = False, thinks: bool = True) -> Answer:
     reader = AnswerReader(
-        AnswerForm(calls=FORMS[form], thinks=thinks), opened=opened, tools=TOOLS if form else None
+        AnswerForm(calls=FORMS[form], thinks=thinks), opened=opened, tools=[*TOOLS, ODD] if form else None
     )
     answer = Answer()
     for piece in pieces:
@@ -193,6 +196,11 @@ WHOLE = {
         Answer("Hm. <tool_call>now</tool_call>", ""),
     ),
 }
+WHOLE["glm of schemas that say nothing"] = (
+    "glm",
+    glm47("odd", number="5", list="[5]", choice="x", other="y"),
+    Answer("", "", [("odd", '{"number": 5, "list": [5], "choice": "x", "other": "y"}')]),
+)
 MALFORMED = {
     "v31 no name": ("v31", f"{BEGIN}<｜tool▁call▁begin｜><｜tool▁sep｜>{{}}{END}"),
     "v31 no JSON": ("v31", f"{BEGIN}{V31_CALL.format('now', '[1]')}{END}"),

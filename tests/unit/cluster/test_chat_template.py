@@ -372,7 +372,7 @@ def test_every_spelling_of_nothing_renders_alike(field: str, nothing: Any) -> No
 def test_a_message_that_only_calls_tools_renders_alike_however_it_says_so(source: str, content: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
-    variables = {"template_kwargs": {"known": []}}
+    variables = {"template_kwargs": {"known": []} if source == ECHO else {}}
     plain = render(source, chat, **variables)
     assert "f" in plain
     assert render(source, [chat[0], chat[1] | {"content": content}], **variables) == plain

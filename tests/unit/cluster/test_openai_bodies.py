@@ -184,6 +184,9 @@ def test_a_prompt_may_be_ids(frontend: ModelFrontend, prompt: Any) -> None:
         (COMPLETIONS, {"stream_options": {"a": 1}}, "stream_options", "not supported; leave it out"),
         (CHAT, {"temprature": 1}, "temprature", "unknown; did you mean temperature?"),
         (CHAT, {"prompt": "x"}, "prompt", "parameter prompt is unknown"),
+        (CHAT, {"user": 5}, "user", "user is 5; it must be text"),
+        (CHAT, {"metadata": "x"}, "metadata", "must be an object"),
+        (CHAT, {"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs", "does not read"),
         (CHAT, {"top_a": 1}, "top_a", "parameter top_a is unknown"),
         (CHAT, {"input": "x"}, "input", "did you mean messages?"),
         (COMPLETIONS, {"messages": []}, "messages", "did you mean prompt?"),
@@ -315,6 +318,8 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
         ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "content[0]", "'refusal'"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "content[0]", "only text parts"),
         ({"role": "assistant", "tool_calls": [CALL | {"x": 1}]}, "tool_calls[0].x", "is unknown"),
+        ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, "tool_calls[0].type", "function"),
+        ({"role": "assistant", "tool_calls": [CALL | {"id": 1}]}, "tool_calls[0].id", "must be text"),
         ({"role": "assistant", "tool_calls": [CALL | {"index": 1}]}, "tool_calls[0].index", "must be 0"),
         (
             {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "args": {}}}]},
