@@ -31,7 +31,9 @@ class Indexer:
         self.topk = config.index_topk
         exact = accumulate_dtype(reader.dtype)
         # Scaled once here instead of every w: H^-1/2 belongs to w in the paper's formula.
-        scaled = reader.whole("weights_proj.weight", exact) * self.num_heads**-0.5
+        # In place: `*` on the meta tensors of the slice meter imports torch._dynamo, which takes seconds and
+        # leaves a folder behind.
+        scaled = reader.whole("weights_proj.weight", exact).clone().mul_(self.num_heads**-0.5)
         self.weights_proj = backend.linear(Weight(scaled))
         halves = not config.indexer_rope_interleave
         order = halves_to_pairs(self.head_dim, self.rotary_dim) if halves else torch.arange(self.head_dim)

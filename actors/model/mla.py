@@ -13,6 +13,7 @@ from torch import Tensor
 
 from actors.model.config import ModelConfig
 from actors.model.indexer import Indexer
+from actors.model.joined import joined
 from actors.model.rotary import halves_to_pairs
 from actors.model.weights import WeightReader
 from kernels_integration.backend import Backend
@@ -64,7 +65,7 @@ class LatentAttention:
         down.append(_rotary_rows_in_pairs(reader.whole("kv_a_proj_with_mqa.weight"), 1, config))
         if self.indexer is not None:
             down.append(reader.whole("indexer.wk.weight")[self.indexer.dim_order])
-        self.down_proj = backend.linear(Weight(torch.cat(down)))
+        self.down_proj = backend.linear(Weight(joined(down)))
         heads = config.num_attention_heads
         query = reader.head_rows("q_b_proj.weight" if has_latent else "q_proj.weight", heads)
         self.query_proj = backend.linear(Weight(_rotary_rows_in_pairs(query, self.num_heads, config)))
@@ -137,4 +138,4 @@ def _rotary_rows_in_pairs(weight: Tensor, num_heads: int, config: ModelConfig) -
     heads = weight.view(num_heads, -1, weight.shape[1])
     first = heads.shape[1] - config.qk_rope_head_dim
     rotary = heads[:, first:][:, halves_to_pairs(config.qk_rope_head_dim, config.qk_rope_head_dim)]
-    return torch.cat((heads[:, :first], rotary), dim=1).flatten(0, 1)
+    return joined((heads[:, :first], rotary), dim=1).flatten(0, 1)

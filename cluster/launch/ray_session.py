@@ -31,6 +31,12 @@ PACKAGES = ("cluster", "actors", "kernels_integration")
 NAMESPACE = "latentray"
 """Of the actors' names, as `ray list actors` shows them."""
 _CONNECT_TIMEOUT_S = 5
+_OPTIONS = {
+    # No report to the network and no question about it.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ctrl-C acts on a call of Ray's when so much has passed; Ray's own default is a second.
+    "RAY_get_check_signal_interval_milliseconds": "50",
+}
 _JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its entrypoint
 
 
@@ -66,6 +72,11 @@ class RaySession:
     def is_local(self) -> bool:
         """The cluster is this machine alone and ends with its last session."""
         return self._connection.local is not None
+
+    @property
+    def ends_all(self) -> bool:
+        """`close` kills every process of the cluster: it is local, and no other session uses it."""
+        return self.is_local and self._connection.num_sessions == 1
 
     @property
     def failure(self) -> str | None:
@@ -174,7 +185,7 @@ class _Connection:
         """import_folder: where workers look for modules before all else; None: Ray's own choice."""
         # Ray would print what happens to its processes to stdout, among answers. We tell it ourselves.
         ray_worker.print_to_stdstream = _log_ray_message
-        with _usage_report_off(), _signals_stay(), _current_folder(import_folder):
+        with _ray_options(), _signals_stay(), _current_folder(import_folder):
             ray.init(log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE, **arguments)
 
 
@@ -274,15 +285,14 @@ def _signals_stay() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _usage_report_off() -> Iterator[None]:
-    """No report to the network and no question about it, unless the user chose otherwise."""
-    name = "RAY_USAGE_STATS_ENABLED"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "0")
+def _ray_options() -> Iterator[None]:
+    """What `ray.init` reads from the environment, unless the user chose otherwise."""
+    ours = {name: value for name, value in _OPTIONS.items() if name not in os.environ}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        if before is None:
+        for name in ours:
             del os.environ[name]
 
 

@@ -377,7 +377,9 @@ class RunningGroup:
         try:
             if self._supervisor is not None:
                 self._supervisor.stop()
-            if ray.is_initialized() and self.can_call:
+            # A Ray that ends with this group takes all processes with it, and their files: nobody has to wait
+            # for one that loads, or is stuck.
+            if ray.is_initialized() and self.can_call and not self._session.ends_all:
                 self._end_runs()
                 self.processes.close()
         finally:

@@ -1,6 +1,7 @@
 """`latentray generate`, as a user runs it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,13 @@ def test_a_question_is_answered() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "The capital of France is Paris.\n"
     assert "loading the model" in done.stderr
+
+
+@pytest.mark.parametrize("executor", [("inline",), ("ray", "--address", "local")], ids=lambda e: e[0])
+def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, executor: tuple[str, ...]) -> None:
+    done = run("generate", "--executor", *executor, "--max-tokens", "2", *SMALL, "x", TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_seed_decides_whatever_the_topology() -> None:

@@ -168,8 +168,9 @@ def test_a_signal_ends_a_command_cleanly(tmp_path: Path, name: str, phase: str, 
         errors = errors[: errors.index("Traceback")] if "KeyboardInterrupt" in errors else errors
     assert code == expected, errors
     assert not NOISE.search(errors), errors
-    # One second where the machine has nothing else to do; then its first word comes after one as well.
-    assert took_s < 5 + 5 * run.first_word_s
+    # One second at most where the machine has nothing else to do. To import what a command needs takes a
+    # quarter of it and more, and grows with whatever else the machine does: so does this bound.
+    assert took_s < 1 + 2 * run.first_word_s, (took_s, run.first_word_s)
     deadline_s = time.monotonic() + 5  # after SIGTERM to a program without a handler the keeper ends Ray
     while left := [child for child in children if Path(f"/proc/{child}").exists()]:
         assert time.monotonic() < deadline_s, left

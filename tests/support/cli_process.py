@@ -21,13 +21,13 @@ def command(*argv: str) -> list[str]:
 
 
 def run(
-    *argv: str, stdin: str = "", cwd: Path = ROOT, timeout_s: float = 120
+    *argv: str, stdin: str = "", cwd: Path = ROOT, timeout_s: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*argv),
         input=stdin,
         cwd=cwd,
-        env=environment(),
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=timeout_s,
