@@ -9,11 +9,14 @@ import aiohttp
 import grpc
 import openai
 import pytest
+from click.testing import Result
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from cluster.access.access import AccessFiles
 from cluster.access.tls import TlsFiles
+from cluster.cli.app import app
 from cluster.client import AsyncClient, Credentials
 from cluster.control.client import carry_out
 from cluster.control.command import Command
@@ -21,6 +24,7 @@ from cluster.control.desk import ControlDesk
 from cluster.gateway import GatewayServer
 from kernels_integration.errors import (
     AbortedError,
+    ConfigError,
     DuplicateRequestError,
     InvalidApiKeyError,
     LatentrayError,
@@ -322,3 +326,33 @@ async def test_a_new_certificate_serves_new_connections_and_drops_no_stream(
         answers: list[Any] = await asyncio.gather(*streams)
         assert all(answer.token_ids for answer in answers[:8])
         assert {answer.status for answer in answers[8:]} == {200}
+
+
+async def test_commands_show_their_key_and_certificate(
+    serve: Serve, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server")
+    tls = TlsFiles(cert=str(cert), key=str(key), client_ca=str(authority.ca))
+    server = await serve(ScriptedGroup(), access=AccessFiles(api_keys=keys, tls=tls), desk=ControlDesk())
+    given = shown(authority)
+    certificates = [word for name, path in given.items() for word in (f"--{name.replace('_', '-')}", path)]
+
+    async def run(*argv: str) -> Result:
+        return await asyncio.to_thread(CliRunner().invoke, app, [*argv, "--server", server.address])
+
+    monkeypatch.delenv("LATENTRAY_API_KEY", raising=False)
+    assert isinstance((await run("status")).exception, LatentrayError)
+    assert isinstance((await run("status", *certificates)).exception, InvalidApiKeyError)
+    by_flag = await run("status", *certificates, "--api-key", KEY_A)
+    assert by_flag.exit_code == 0, by_flag.output
+    monkeypatch.setenv("LATENTRAY_API_KEY", KEY_A)
+    generated = await run("generate", *certificates, "--max-tokens", "3", "Hello")
+    assert generated.exit_code == 0, generated.output
+    for argv in (["drain", "0"], ["undrain", "0"], ["restart", "0"]):
+        refused = (await run(*argv, *certificates)).exception
+        assert "tenant a gives no orders" in str(refused)
+    half = await run("status", *certificates[:4])
+    assert isinstance(half.exception, ConfigError)
+    missing = await run("status", "--tls-ca", str(tmp_path / "none"))
+    assert isinstance(missing.exception, ConfigError)
