@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MAX_END_S = 5.0
 POLL_S = 0.05
 """Of wall time between looks at the CPU time of a call that is not done."""
 
@@ -28,14 +29,14 @@ class Lane:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._runner: _Runner | None = None
-        self._given_up: list[_Runner] = []
-        weakref.finalize(self, self._calls.put, None)
+        self._runners: list[_Runner] = []
+        """Of those that are alive, the last runs the calls; the others have been given up."""
+        weakref.finalize(self, _end, self._calls, self._runners)
 
     def submit(self, compute: Callable[[], T], *, cpu_s: float) -> "Future[T]":
         """Have it run, with at most so much CPU time; `result` gives what came of it."""
-        if self._runner is None:
-            self._runner = _Runner(self._calls)
+        if not self._runners:
+            self._runners.append(_Runner(self._calls))
         call = _Call(compute, cpu_s)
         self._calls.put(call)
         return call.future
@@ -43,17 +44,24 @@ class Lane:
     def result(self, future: "Future[T]") -> T:
         """Wait for a call of this lane. Errors: its own; TimeoutError where it was not done in time."""
         while not _is_done(future):
-            assert self._runner is not None, "the call was submitted"
-            if self._runner.give_up_if_late():
-                self._given_up.append(self._runner)
-                self._runner = _Runner(self._calls)
+            if self._runners[-1].give_up_if_late():
+                self._runners.append(_Runner(self._calls))
         return future.result()
 
     @property
     def num_given_up(self) -> int:
         """Calls that were given up and still run."""
-        self._given_up = [runner for runner in self._given_up if runner.is_alive()]
-        return len(self._given_up)
+        self._runners[:-1] = [runner for runner in self._runners[:-1] if runner.thread.is_alive()]
+        return len(self._runners[:-1])
+
+
+def _end(calls: "SimpleQueue[_Call | None]", runners: "list[_Runner]") -> None:
+    """A thread that comes back from xgrammar while Python ends would abort the process: wait a while."""
+    calls.put(None)
+    end = time.monotonic() + MAX_END_S
+    for runner in runners:
+        if runner.thread is not threading.current_thread():
+            runner.thread.join(max(0.0, end - time.monotonic()))
 
 
 def _is_done(future: "Future[Any]") -> bool:
@@ -81,11 +89,8 @@ class _Runner:
         self._present: _Call | None = None
         self._began = 0.0
         self._given_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        self.thread = threading.Thread(target=self._run, name="grammar", daemon=True)
+        self.thread.start()
 
     def give_up_if_late(self) -> bool:
         """Whether the present call has had its time: it fails (TimeoutError), and the thread ends with it."""
@@ -117,6 +122,6 @@ class _Runner:
 
     def _cpu_time(self) -> float:
         """Of the thread, in seconds; wall time where the system has no such clock for others."""
-        if not hasattr(time, "pthread_getcpuclockid") or self._thread.ident is None:
+        if not hasattr(time, "pthread_getcpuclockid") or self.thread.ident is None:
             return time.monotonic()
-        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+        return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))

@@ -1,9 +1,12 @@
 """A call that takes too long is given up alone: what was given before and behind it is done."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -57,10 +60,33 @@ def test_waiting_is_no_work() -> None:
 def test_its_thread_ends_with_the_lane() -> None:
     lane = Lane()
     lane.result(lane.submit(lambda: None, cpu_s=FOREVER))
-    assert lane._runner is not None
-    thread, gone = lane._runner._thread, weakref.ref(lane)
+    thread, gone = lane._runners[-1].thread, weakref.ref(lane)
     del lane
     gc.collect()
     assert gone() is None
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+def test_python_may_end_while_a_call_that_was_given_up_runs() -> None:
+    """Its thread must not come back into a Python that is gone: that aborts the process."""
+    code = """
+import itertools
+import numpy as np, xgrammar
+from actors.grammar.lane import Lane
+tokens = [bytes(letters) for letters in itertools.product(range(97, 123), repeat=3)]
+info = xgrammar.TokenizerInfo(tokens, stop_token_ids=[0])
+grammar = xgrammar.GrammarCompiler(info, enable_dynamic_compilation=True).compile_regex("(.?){20000}")
+matcher, words = xgrammar.GrammarMatcher(grammar), np.zeros((1, -(-len(tokens) // 32)), np.int32)
+lane = Lane()
+late = lane.submit(lambda: matcher.fill_next_token_bitmask(words), cpu_s=0.0)
+try:
+    lane.result(late)
+except TimeoutError:
+    print("late", flush=True)
+"""
+    pytest.importorskip("xgrammar")
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout.strip()) == (0, "late"), found.stderr
