@@ -23,13 +23,44 @@ _TEXTS = ("name", "tool_call_id", "refusal", "reasoning_content", "reasoning", "
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages whose content is one text. Errors: InvalidRequestError naming the message."""
+    """Messages whose content is one text; results of tools in the order of their calls, by which templates
+    tell them apart. Errors: InvalidRequestError naming the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
             f"messages is {shown(messages)}; it must be a non-empty list of messages with role and content",
             field="messages",
         )
-    return [_checked_message(i, message) for i, message in enumerate(messages)]
+    return _results_in_order([_checked_message(i, message) for i, message in enumerate(messages)])
+
+
+def _results_in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Errors: InvalidRequestError for a result of a call that was not made. Where calls have no ids of
+    their own, order is all there is."""
+    ordered: list[dict[str, Any]] = []
+    places: dict[str, int] = {}
+    """Of the calls of the turn, by their ids."""
+    first = 0
+    """Of the turn's results, in `ordered`."""
+    for index, message in enumerate(messages):
+        ordered.append(message)
+        if message["role"] != "tool":
+            calls = [call.get("id") for call in message.get("tool_calls", ()) if isinstance(call, Mapping)]
+            places = {name: place for place, name in enumerate(calls) if isinstance(name, str)}
+            places = places if len(places) == len(calls) else {}
+            first = len(ordered)
+            continue
+        given = message.get("tool_call_id")
+        if places and given is not None and given not in places:
+            field = f"messages[{index}].tool_call_id"
+            raise InvalidRequestError(
+                f"{field} is {shown(given)}; it must be the id of a call before it: "
+                f"{shortened(', '.join(map(repr, places)))}",
+                field=field,
+            )
+        turn = ordered[first:]
+        if places and all("tool_call_id" in result for result in turn):
+            ordered[first:] = sorted(turn, key=lambda result: places[result["tool_call_id"]])
+    return ordered
 
 
 def checked_tools(tools: Sequence[Any] | None) -> list[Any] | None:

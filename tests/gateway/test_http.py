@@ -266,6 +266,22 @@ async def test_a_client_that_goes_away_ends_its_request(serve: Serve) -> None:
     assert set(group.ended.values()) == {"aborted"}
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_blocks_are_free_before_the_next_step_once_a_client_has_gone(
+    serve: Serve, stream: bool
+) -> None:
+    model = InlineClient(group_config(num_speculative_tokens=3, max_model_len=256), num_steps=3)
+    server = await serve(model, http_port=0)
+    body = {"prompt": "What is", "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    asked = asyncio.create_task(post(server, "/v1/completions", body))
+    await until(lambda: len(model.history) >= 4, timeout_s=60)  # submitted, and all steps that it may take
+    assert model.history[-1][1].num_used_blocks > 0
+    asked.cancel()
+    await until(lambda: model.history[-1][0].startswith("abort"))
+    assert model.history[-1][1].num_used_blocks == 0
+    await asyncio.to_thread(model.close)
+
+
 async def test_deadline_overload_and_loss_have_their_status(serve: Serve) -> None:
     never = asyncio.Event()
     group = ScriptedGroup(lambda request: [never])

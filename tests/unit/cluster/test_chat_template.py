@@ -102,12 +102,18 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 
 def tool_loop(arguments: Any, content: str | None = None) -> list[dict[str, Any]]:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    second = call | {"id": "2"}
     return [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "How is it?"},
         {"role": "assistant", "content": "<think>old</think>\nWhere?"},
         {"role": "user", "content": "Here"},
-        {"role": "assistant", "content": content, "reasoning_content": "look\n", "tool_calls": [call, call]},
+        {
+            "role": "assistant",
+            "content": content,
+            "reasoning_content": "look\n",
+            "tool_calls": [call, second],
+        },
         {"role": "tool", "content": "20 °C", "tool_call_id": "1"},
         {"role": "tool", "content": '{"wind": 1}', "tool_call_id": "2"},
         {"role": "assistant", "content": "Fine.", "reasoning_content": "good"},
@@ -376,6 +382,25 @@ def test_a_message_that_only_calls_tools_renders_alike_however_it_says_so(source
     plain = render(source, chat, **variables)
     assert "f" in plain
     assert render(source, [chat[0], chat[1] | {"content": content}], **variables) == plain
+
+
+def test_results_are_shown_in_the_order_of_their_calls() -> None:
+    """No template writes ids: whose a result is, its place tells."""
+
+    def chat(*results: tuple[str | None, str]) -> list[dict[str, Any]]:
+        calls = [
+            {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "abc"
+        ]
+        told = [{"role": "tool", "tool_call_id": name, "content": content} for name, content in results]
+        return [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}, *told]
+
+    expected = render(GLM, chat(("a", "of a"), ("b", "of b"), ("c", "of c")))
+    assert expected.index("of a") < expected.index("of b") < expected.index("of c")
+    assert render(GLM, chat(("c", "of c"), ("a", "of a"), ("b", "of b"))) == expected
+    assert render(GLM, chat((None, "of a"), (None, "of b"), (None, "of c"))) == expected
+    with pytest.raises(InvalidRequestError, match="'a', 'b', 'c'") as caught:
+        render(GLM, chat(("a", "of a"), ("z", "of z")))
+    assert caught.value.field == "messages[3].tool_call_id"
 
 
 @pytest.mark.parametrize("nothing", [None, []])
