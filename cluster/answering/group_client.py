@@ -99,9 +99,9 @@ class GroupClient:
     @property
     def message(self) -> str:
         """Why the group is not healthy, in words."""
-        if self._beat is None:
+        if self._beat is None and not self._is_over:
             return f"no heartbeat from the coordinator at {self.request_address} yet"
-        return self._trouble or self._beat.message
+        return self._trouble or ("" if self._beat is None else self._beat.message)
 
     async def connect(self, timeout_s: float = 10.0) -> None:
         """Wait for the coordinator's first heartbeat.

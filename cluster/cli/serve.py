@@ -74,6 +74,8 @@ def serve(
         if server.metrics_port is not None:
             url = f"{scheme}://{settings.args.host}:{server.metrics_port}"
             typer.echo(f"latentray: metrics at {url}/metrics")
+        if len(server.gateways) > 1:
+            typer.echo(f"latentray: gateways at {', '.join(g.reached_at for g in server.gateways)}")
         if server.log_folder is not None:
             typer.echo(f"latentray: logs in {server.log_folder}")
         sys.stdout.flush()

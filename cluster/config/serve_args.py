@@ -4,7 +4,17 @@ from typing import Annotated
 
 from cluster.config.args import EngineArgs
 from cluster.config.setting import Setting
-from cluster.config.values import CountOrZero, FilePath, Port, PortOrNone, Share, Size, SmallCount, Text
+from cluster.config.values import (
+    CountOrZero,
+    FilePath,
+    GatewayCount,
+    Port,
+    PortOrNone,
+    Share,
+    Size,
+    SmallCount,
+    Text,
+)
 
 
 class ServeArgs(EngineArgs):
@@ -17,6 +27,14 @@ class ServeArgs(EngineArgs):
             "them, and those of one that dies go on at another.",
             group="Parallelism",
             short="--data-parallel-size",
+        ),
+    ] = 1
+    gateways: Annotated[
+        GatewayCount,
+        Setting(
+            "Gateways, each on a node of its own and on the same ports; any of them answers by all groups. "
+            "per-node: one on every node of the cluster, also on those that come later.",
+            group="Server",
         ),
     ] = 1
     host: Annotated[

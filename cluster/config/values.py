@@ -43,6 +43,14 @@ NumDrafts = Annotated[
     BeforeValidator(_whole_number),
     Rule(f"a whole number from 0 to {MAX_SPECULATIVE_TOKENS}"),
 ]
+GatewayCount = Annotated[
+    SmallCount | None,
+    BeforeValidator(lambda value: None if value == "per-node" else value),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_COUNT}, {"enum": ["per-node", None]}]}
+    ),
+    Rule(f"a whole number from 1 to {MAX_COUNT}, or per-node"),
+]
 ThreadCount = Annotated[
     SmallCount | None,
     BeforeValidator(lambda value: None if value == "auto" else value),

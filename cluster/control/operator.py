@@ -1,10 +1,12 @@
 """Carries out orders where the groups are held: in the process that started them."""
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import ray
 import ray.exceptions
@@ -27,13 +29,17 @@ front ends cannot go on with it."""
 class Operator:
     """Drains and restarts groups; every front end is told.
 
-    gateways: handles of GatewayActor. Orders that one of them is given are fetched by a thread; the same may
-    be called directly. One order is carried out at a time.
+    Orders that a gateway is given (`joined`) are fetched by a thread; the same may be called directly. One
+    order is carried out at a time.
     """
 
-    def __init__(self, groups: Sequence[GroupHandle], gateways: Sequence[Any], *, reload: Reload) -> None:
+    def __init__(self, groups: Sequence[GroupHandle], *, reload: Reload) -> None:
         self._groups = tuple(groups)
-        self._gateways = tuple(gateways)
+        self._gateways: list[Any] = []
+        """Handles of GatewayActor, those that have died too until it is noticed."""
+        self._joining = threading.Lock()
+        self._closed: dict[int, tuple[str, bool]] = {}
+        """Groups that gateways were told to send nothing, and what they were told."""
         self._reload = reload
         self._drained: set[int] = set()
         """By an operator's order: a restart leaves them so."""
@@ -41,8 +47,15 @@ class Operator:
         """By group: who has the same number has the same weights."""
         self._is_stopping = threading.Event()
         self._busy = threading.Lock()
-        for gateway in gateways:
-            threading.Thread(target=self._attend, args=(gateway,), name="operator", daemon=True).start()
+
+    def joined(self, gateway: Any) -> None:
+        """A gateway that serves from now on: it learns what the others were told. Errors: RayError."""
+        with self._joining:
+            told = [gateway.drain_group.remote(number, *how) for number, how in self._closed.items()]
+            told += [gateway.set_weights.remote(*weights) for weights in enumerate(self._weights)]
+            ray.get(told, timeout=_ASK_TIMEOUT_S)
+            self._gateways.append(gateway)
+        threading.Thread(target=self._attend, args=(gateway,), name="operator", daemon=True).start()
 
     def stop(self) -> None:
         """Begin nothing new; what goes on ends with the groups."""
@@ -56,7 +69,7 @@ class Operator:
                 return  # it has ended
             code, text = None, ""
             try:
-                self.carry_out(command, gateway.command_said.remote)
+                self.carry_out(command, partial(_say_at, gateway))
             except LatentrayError as error:
                 code, text = error.code, str(error)
             except Exception as error:
@@ -192,9 +205,27 @@ class Operator:
         self._weights[number] = weights
 
     def _tell(self, method: str, *arguments: object) -> list[Any]:
-        """What every front end answers. Errors: UnavailableError."""
-        try:
-            asked = [getattr(gateway, method).remote(*arguments) for gateway in self._gateways]
-            return list(ray.get(asked, timeout=_ASK_TIMEOUT_S))
-        except ray.exceptions.RayError as error:
-            raise UnavailableError(f"a gateway does not answer: {error}") from error
+        """What every front end that lives answers. Errors: UnavailableError."""
+        with self._joining:
+            if method == "drain_group":
+                number, reason, returns = arguments
+                self._closed[cast(int, number)] = (str(reason), bool(returns))
+            elif method == "undrain_group":
+                self._closed.pop(cast(int, arguments[0]), None)
+            asked = {gateway: getattr(gateway, method).remote(*arguments) for gateway in self._gateways}
+        answers = []
+        for gateway, call in asked.items():
+            try:
+                answers.append(ray.get(call, timeout=_ASK_TIMEOUT_S))
+            except ray.exceptions.RayActorError:  # nothing of it runs any more
+                with self._joining:
+                    self._gateways.remove(gateway)
+            except ray.exceptions.RayError as error:
+                raise UnavailableError(f"a gateway does not answer: {error}") from error
+        return answers
+
+
+def _say_at(gateway: Any, text: str) -> None:
+    """Wait until it is said: an actor that waits in coroutines may take two calls in either order."""
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(gateway.command_said.remote(text), timeout=_ASK_TIMEOUT_S)

@@ -1,6 +1,7 @@
 """A gateway under Ray's supervision: arguments, start, stop. The work is GatewayServer's."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from actors.actor_process import Node, this_node
 from actors.config import GroupConfig
 from actors.gcs_watch import end_with_gcs
 from actors.logs import LogSettings, start_logging
+from actors.model_location import to_local
 from actors.transport.channel_keys import MemberKeys
 from cluster.access.access import AccessFiles
 from cluster.answering.admission import NO_LIMITS, Limits
@@ -19,6 +21,8 @@ from cluster.control.command import Command
 from cluster.control.desk import ControlDesk
 from cluster.frontend.front_end import ModelFrontend
 from cluster.gateway.server import GatewayServer
+
+logger = logging.getLogger(__name__)
 
 
 @ray.remote(num_cpus=0)  # it waits for sockets
@@ -41,9 +45,10 @@ class GatewayActor:
         actors_by_node: Mapping[str, str] | None = None,
         limits: Limits = NO_LIMITS,
         access: AccessFiles | None = None,
+        log_name: str = "gateway",
     ) -> None:
-        self._log_folder = None if logs is None else start_logging(logs, "gateway")
-        self._config = config
+        self._log_folder = None if logs is None else start_logging(logs, log_name)
+        self._config = to_local(config)
         recovery_s = config.recovery_timeout_s if config.max_restarts else 0.0
         self._groups = [GroupClient(address, keys=keys, recovery_s=recovery_s) for address, keys in groups]
         self._host = host
@@ -56,12 +61,22 @@ class GatewayActor:
         self._access = access
         self._server: GatewayServer | None = None
         self._desk = ControlDesk()
+        self._lost: set[int] = set()
+        """Groups that have failed for good."""
 
-    async def start(self) -> str:
-        """Connect to the groups, listen, return host:port. Errors: ConfigError, UnavailableError."""
+    async def start(self, all_must_answer: bool = True) -> str:
+        """Connect to the groups, listen, return host:port. Errors: ConfigError, UnavailableError.
+
+        all_must_answer: else it begins without the groups that recover now, and takes them when they answer.
+        """
         config = self._config
         frontend = await asyncio.to_thread(ModelFrontend.of_group, config)
-        await asyncio.gather(*(group.connect() for group in self._groups))
+        found = await asyncio.gather(
+            *(group.connect() for number, group in enumerate(self._groups) if number not in self._lost),
+            return_exceptions=not all_must_answer,
+        )
+        if errors := [error for error in found if isinstance(error, BaseException)]:
+            logger.warning("began without a group: %s", errors[0])
         self._server = GatewayServer(
             frontend=frontend,
             groups=self._groups,
@@ -109,11 +124,19 @@ class GatewayActor:
 
     async def group_moved(self, number: int, request_address: str) -> None:
         """The coordinator of a group has a successor."""
+        self._lost.discard(number)
         self._groups[number].move(request_address)
 
     async def group_lost(self, number: int, reason: str) -> None:
         """A group has failed for good."""
+        self._lost.add(number)
         self._groups[number].lose(reason)
+
+    async def show_actors(self, actors_by_node: Mapping[str, str]) -> None:
+        """What runs where, from now on."""
+        self._actors_by_node = actors_by_node
+        if self._server is not None:
+            self._server.show_actors(actors_by_node)
 
     async def next_command(self) -> Command:
         """Waits for an operator's next order; who holds the groups carries it out."""

@@ -113,6 +113,11 @@ class GatewayServer:
         """host:port, as clients write it."""
         return _joined(self._host, self.port)
 
+    def show_actors(self, actors_by_node: Mapping[str, str]) -> None:
+        """What runs where, for people who ask."""
+        self._servicer.show_actors(actors_by_node)
+        self._status.show_actors(actors_by_node)
+
     async def start(self) -> None:
         """Listen. Errors: ConfigError when the port is taken or the host is not this machine's."""
         require_free(self._host, self.port)

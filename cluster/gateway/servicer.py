@@ -89,6 +89,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self._started_at_s = time.monotonic()
         self._last_received_at_s = 0.0
 
+    def show_actors(self, actors_by_node: Mapping[str, str]) -> None:
+        self._actors_by_node = msgspec.json.encode(actors_by_node).decode()
+
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: aio.ServicerContext
     ) -> None:

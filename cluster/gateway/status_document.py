@@ -38,6 +38,9 @@ class StatusDocument:
         self._actors_by_node = dict(actors_by_node)
         self._started_at_s = time.monotonic()
 
+    def show_actors(self, actors_by_node: Mapping[str, str]) -> None:
+        self._actors_by_node = dict(actors_by_node)
+
     def read(self) -> dict[str, Any]:
         """Keys: server, nodes, groups, failures (newest first). Times are Unix seconds, rates a second's."""
         config = self._config

@@ -16,7 +16,7 @@ from actors.transport.channel_keys import MemberKeys
 from cluster.launch import placement
 from cluster.launch.accounts import ask_all, take_trace
 from cluster.launch.followers import Follower
-from cluster.launch.members import create
+from cluster.launch.members import create, create_on
 from cluster.launch.ray_session import RaySession
 from cluster.launch.running_group import RunningGroup
 from cluster.launch.waiting import Progress, ticking
@@ -172,18 +172,19 @@ class GroupHandle:
         """Tell a front end where the group can be reached from now on, and when it has failed."""
         self._group.followers.append(follower)
 
-    def start_gateway(self, actor_class: Any, *arguments: Any) -> Any:
-        """A process in the place that was reserved for it."""
-        room = self._group.processes.room
-        gateway = create(
-            actor_class,
-            room,
-            room.bundle_count - 1,
-            *arguments,
-            name=f"{self._group.name}/gateway",
-            num_threads=1,
-            num_cpus=0,
-        )
+    def start_gateway(self, actor_class: Any, *arguments: Any, node_id: str | None, title: str) -> Any:
+        """A process in the place that was reserved for it, or on another node, where it takes no CPU.
+
+        A place on a node that is lost could not be had on another, and would keep Ray from giving the group's
+        processes new ones: only this node's is part of the reservation.
+        """
+        name = f"{self._group.name}/{title}"
+        if node_id is None:
+            room = self._group.processes.room
+            last = room.bundle_count - 1
+            gateway = create(actor_class, room, last, *arguments, name=name, num_threads=1, num_cpus=0)
+        else:
+            gateway = create_on(node_id, actor_class, *arguments, name=f"{name} on {node_id[:8]}")
         self._group.end_with_gcs(gateway)
         return gateway
 

@@ -5,7 +5,10 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from actors.actor_process import Node
 
@@ -58,4 +61,14 @@ def create(
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             }
         },
+    ).remote(*arguments)
+
+
+def create_on(node_id: str, actor_class: Any, *arguments: Any, name: str) -> Any:
+    """Start an actor that takes no CPU of the account, on a node and nowhere else."""
+    return actor_class.options(
+        name=name,
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
     ).remote(*arguments)

@@ -1,6 +1,5 @@
 """A served model: groups on Ray and a gateway before them, started and stopped together."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -9,31 +8,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from actors.config import GroupConfig
+from actors.model_location import to_portable
 from cluster.access.access import Access, AccessFiles
-from cluster.access.exposure import require_protected
+from cluster.access.exposure import is_loopback, require_protected
 from cluster.answering.admission import Limits
 from cluster.config import ServeArgs
 from cluster.config.resolve import resolve
 from cluster.control.operator import Operator
-from cluster.launch.deaths import cause_of_death
+from cluster.launch.gateways import Gateway, GatewayFleet, Ports
 from cluster.launch.group import GroupHandle, launch_groups
-from cluster.launch.members import Member
-from cluster.launch.placement import by_node
-from cluster.launch.waiting import Progress, wait_for
 from cluster.report.memory import require_memory
 from cluster.report.trace import TraceFile
 from kernels_integration.errors import ConfigError
 
 # isort: split
-import ray
-import ray.exceptions
-
 from cluster.gateway.gateway_actor import GatewayActor
 from cluster.gateway.server import require_free_ports
-
-_START_TIMEOUT_S = 120.0
-_STOP_MARGIN_S = 10.0
-"""What a gateway may take beyond its drain before it is killed."""
 
 
 class RunningServer:
@@ -42,41 +32,38 @@ class RunningServer:
     def __init__(
         self,
         groups: Sequence[GroupHandle],
-        gateway: Member,
-        address: str,
+        fleet: GatewayFleet,
         config: GroupConfig,
         trace_file: TraceFile | None,
-        metrics_port: int | None,
-        http_port: int | None,
-        log_folder: Path | None,
         operator: Operator,
     ) -> None:
         self.groups = tuple(groups)
         self.operator = operator
-        self.address = address
         self.config = config
-        self.http_port = http_port
+        first = fleet.gateways[0]
+        self.address = first.address
+        self.http_port = first.ports.http
         """Of OpenAI's API; None: not served."""
-        self.metrics_port = metrics_port
+        self.metrics_port = first.ports.metrics
         """Of Prometheus metrics; None: not served."""
-        self.log_folder = log_folder
+        self.log_folder = first.log_folder
         """With a file for each process of this node; None where there could be none."""
-        self._gateway: Member | None = gateway
-        self._gateway_lost = gateway.actor.wait_lost.remote()
+        self._fleet = fleet
+        self._is_stopped = False
         self._trace_file = trace_file
+
+    @property
+    def gateways(self) -> list[Gateway]:
+        """Those that live now; the first one that was started is this node's."""
+        return self._fleet.live
 
     @property
     def failure(self) -> str | None:
         """Why requests can be served no more; None while they can."""
         if (why := self._session_failure) is not None:
             return why
-        gateway = self._gateway
-        if gateway is not None and not self.is_reachable:
-            try:
-                ray.get(self._gateway_lost)
-            except ray.exceptions.RayError as error:
-                log = None if self.log_folder is None else self.log_folder / "gateway.log"
-                return f"{gateway} is lost: {cause_of_death(error, gateway, log)}"
+        if not self._is_stopped and (why := self._fleet.failure) is not None:
+            return why
         failures = [group.failure for group in self.groups]
         # One group that is left serves all requests.
         return None if None in failures else "; ".join(filter(None, failures))
@@ -91,28 +78,25 @@ class RunningServer:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the gateway lives, which tells clients of a failure; without Ray it soon will not."""
-        if self._gateway is None or self._session_failure is not None:
-            return False
-        return not ray.wait([self._gateway_lost], timeout=0)[0]
+        """Whether a gateway lives, which tells clients of a failure; without Ray it soon will not."""
+        return not self._is_stopped and self._session_failure is None and bool(self._fleet.live)
 
     def process_ids(self) -> dict[str, int]:
         """The process of each actor that lives, on its node: "gateway", "coordinator", "shard 0", ..."""
         ids = {name: pid for group in self.groups for name, pid in group.process_ids().items()}
-        if self._gateway is not None and self.is_reachable:
-            ids["gateway"] = self._gateway.node.pid
+        if self.is_reachable:
+            members = [gateway.member for gateway in self._fleet.live]
+            ids |= {member.name: member.node.pid for member in members if member is not None}
         return ids
 
     def stop(self, drain_s: float = 30.0) -> None:
         """Refuse new requests, let live ones end for at most drain_s, stop the group. May be called twice."""
-        gateway, self._gateway = self._gateway, None
+        was_stopped, self._is_stopped = self._is_stopped, True
         trace_file, self._trace_file = self._trace_file, None
         self.operator.stop()
         try:
-            if gateway is not None and self.groups[0].can_call:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(gateway.actor.stop.remote(drain_s), timeout=drain_s + _STOP_MARGIN_S)
-                ray.kill(gateway.actor)
+            if not was_stopped:
+                self._fleet.stop(drain_s, can_call=self.groups[0].can_call)
             if trace_file is not None:
                 for group in self.groups:
                     trace_file.add(group.take_trace())
@@ -133,28 +117,15 @@ class RunningServer:
         self.stop(drain_s=0.0 if exc_type else 30.0)
 
 
-class GatewayFollower:
-    """A gateway that is told of one of its groups, by the group's number there."""
-
-    def __init__(self, gateway: Any, number: int) -> None:
-        self._gateway = gateway
-        self._number = number
-
-    def moved(self, request_address: str) -> None:
-        self._gateway.group_moved.remote(self._number, request_address)
-
-    def lost(self, reason: str) -> None:
-        self._gateway.group_lost.remote(self._number, reason)
-
-
 def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda message: None) -> RunningServer:
-    """Start groups and a gateway on this node; returns when requests are served.
+    """Start groups and gateways, one of them on this node; returns when requests are served.
 
     progress: called with what is waited for, about once a second.
     Errors: ConfigError, CheckpointError, ClusterTooSmallError, UnavailableError. Nothing is left behind.
     """
     config = resolve(args)
     require_protected(args)
+    _require_any_host(args)
     access = AccessFiles.of(args)
     Access(access)  # their faults are told at once
     # told in the first second, not after the model has loaded
@@ -164,48 +135,66 @@ def start_server(args: ServeArgs, *, progress: Callable[[str], None] = lambda me
     groups = launch_groups(
         config, args.num_groups, address=args.address, progress=progress, with_gateway=True
     )
-    actors = {name: node for group in groups for name, node in group.placement.items()}
     try:
-        gateway = groups[0].start_gateway(
-            GatewayActor,
-            config,
-            [(group.request_address, group.request_keys) for group in groups],
-            args.host,
-            args.port,
-            args.max_message_size,
-            args.metrics_port,
-            args.http_port,
-            groups[0].logs,
-            by_node(actors),
-            Limits(
-                max_queued_requests=args.max_queued_requests,
-                max_queued_tokens=args.max_queued_tokens,
-                max_tenant_share=args.max_tenant_share,
-                by_priority=config.scheduling_policy == "priority",
-            ),
-            access,
-        )
-        for number, group in enumerate(groups):
-            group.follow(GatewayFollower(gateway, number))
-        address, member = _started(gateway, groups, progress)
+        fleet = _fleet(args, config, groups, access)
+        fleet.start(progress)
+        operator = Operator(groups, reload=functools.partial(reload, args, config))
+        for gateway in fleet.gateways:
+            operator.joined(gateway.actor)
+        fleet.supervise(operator.joined)
     except BaseException:
         for group in groups:
             group.stop()
         raise
-    metrics_port = None if args.metrics_port is None else ray.get(gateway.metrics_port.remote())
-    http_port = None if args.http_port is None else ray.get(gateway.http_port.remote())
-    log_folder = ray.get(gateway.log_folder.remote())
-    return RunningServer(
-        groups,
-        member,
-        address,
-        config,
-        trace_file,
-        metrics_port,
-        http_port,
-        log_folder,
-        Operator(groups, [gateway], reload=functools.partial(reload, args, config)),
+    return RunningServer(groups, fleet, config, trace_file, operator)
+
+
+def _fleet(
+    args: ServeArgs, config: GroupConfig, groups: Sequence[GroupHandle], access: AccessFiles
+) -> GatewayFleet:
+    limits = Limits(
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        max_tenant_share=args.max_tenant_share,
+        by_priority=config.scheduling_policy == "priority",
     )
+
+    def spawn(node_id: str | None, title: str, ports: Ports) -> Any:
+        return groups[0].start_gateway(
+            GatewayActor,
+            to_portable(config, "cluster"),
+            [(group.request_address, group.request_keys) for group in groups],
+            args.host,
+            ports.grpc,
+            args.max_message_size,
+            ports.metrics,
+            ports.http,
+            groups[0].logs,
+            None,
+            limits,
+            access,
+            title,
+            node_id=node_id,
+            title=title,
+        )
+
+    return GatewayFleet(
+        groups,
+        spawn,
+        wanted=args.gateways,
+        host=args.host,
+        ports=Ports(args.port, args.http_port, args.metrics_port),
+        max_restarts=config.max_restarts,
+    )
+
+
+def _require_any_host(args: ServeArgs) -> None:
+    """Errors: ConfigError where gateways on other nodes would have to listen on this node's address."""
+    if args.gateways != 1 and args.host not in ("0.0.0.0", "::") and not is_loopback(args.host):
+        raise ConfigError(
+            f"host {args.host} is an address of this node, and --gateways asks for gateways on others; pass "
+            "--host 0.0.0.0, which every node has"
+        )
 
 
 def reload(args: ServeArgs, before: GroupConfig, model: str) -> GroupConfig:
@@ -242,15 +231,3 @@ _FILES_OF_FRONT_ENDS = (
 def _content(folder: str, file: str) -> bytes | None:
     path = Path(folder) / file
     return path.read_bytes() if path.is_file() else None
-
-
-def _started(gateway: Any, groups: Sequence[GroupHandle], progress: Progress) -> tuple[str, Member]:
-    """Where it listens, and what to call it. Errors: what kept it from starting, UnavailableError."""
-    [node, address] = wait_for(
-        [gateway.node.remote(), gateway.start.remote()],
-        "the gateway to listen",
-        progress,
-        timeout_s=_START_TIMEOUT_S,
-        failure=lambda: next((group.failure for group in groups if group.failure is not None), None),
-    )
-    return str(address), Member("gateway", gateway, node)
