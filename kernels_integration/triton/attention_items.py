@@ -4,18 +4,52 @@ A row's items come from the plan's split; or, in fixed splits, from the row's ow
 that its sums are the same whatever the other rows are.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 SPLIT_TOKENS = 256
-"""Tokens of one part of a row in fixed splits,"""
 MOST_SPLITS = 64
-"""but twice, four times, .. as many where a row would have more parts than these."""
+_FULL = 0.9
+"""Of the device, the least that even splits fill."""
 
 
-def num_splits(most_tokens: int) -> int:
-    """Parts that a row of at most so many tokens has at most."""
-    return max(1, min(MOST_SPLITS, -(-most_tokens // SPLIT_TOKENS)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSplits:
+    """How rows are cut at fixed places, whatever the other rows are."""
+
+    most_tokens: int
+    """Of any row."""
+    tokens: int = SPLIT_TOKENS
+    """Of one part, but twice, four times, .. as many where a row would have more than MOST_SPLITS parts."""
+    tile_rows: int = 64
+    """For how many rows tiles are chosen: bits depend on tiles."""
+
+    @property
+    def most_parts(self) -> int:
+        """Of a row."""
+        return max(1, min(MOST_SPLITS, -(-self.most_tokens // self.tokens)))
+
+
+def even_splits(
+    rows: int, most_tokens: int, num_multiprocessors: int, kv_item_bytes: int
+) -> FixedSplits | None:
+    """Parts of rows of about most_tokens that fill the device, if there are such: faster than a plan's split.
+
+    As measured on an H200: of fp8 and of many rows a multiprocessor runs two programs side by side.
+    """
+    is_fp8 = kv_item_bytes == 1
+    num_programs = num_multiprocessors * (2 if is_fp8 or rows >= 32 else 1)
+    fewest_tokens = 64 if is_fp8 else 128
+    parts = 1
+    while most_tokens >= parts * fewest_tokens:
+        turns = -(-rows * parts // num_programs)
+        is_full = rows * parts >= _FULL * turns * num_programs
+        if is_full and (turns == 1 or parts == 1):
+            return FixedSplits(most_tokens=most_tokens, tokens=-(-most_tokens // parts), tile_rows=rows)
+        parts *= 2
+    return None
 
 
 @triton.jit

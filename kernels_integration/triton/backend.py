@@ -29,7 +29,7 @@ from kernels_integration.triton import (
     router,
     sampling,
 )
-from kernels_integration.triton.attention_items import num_splits
+from kernels_integration.triton.attention_items import FixedSplits, even_splits
 from kernels_integration.triton.local_rows import LocalRows
 from kernels_integration.triton.rows import local_rows, slots_of
 from kernels_integration.triton.topk import select_best
@@ -93,38 +93,29 @@ class GroupedExperts:
 
 
 class MatrixProduct:
-    """x [n, in] -> x W^T [n, out] by torch's library, but for bfloat16 rows and a float32 weight."""
+    """x [n, in] -> x W^T [n, out]: of few rows by a kernel of this folder, of more by torch's library.
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight.contiguous()
+    deterministic: by the kernel in any case.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return _product(x, self._weight)
-
-
-class DeterministicProduct:
-    """The same with bits that do not depend on the other rows."""
-
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, deterministic: bool) -> None:
         self._weight = weight.contiguous()
         self._product = products.FixedProduct(self._weight)
+        is_half = weight.dtype == torch.bfloat16
+        self._most_rows = None if deterministic else products.FEW_ROWS if is_half else 0
 
     def __call__(self, x: Tensor) -> Tensor:
         if _is_exact(x, self._weight):
             return exact_product.exact_product(x, self._weight)
-        return self._product(x.to(self._weight.dtype))
+        x = x.to(self._weight.dtype)
+        if self._most_rows is None or x.shape[0] <= self._most_rows:
+            return self._product(x)
+        return F.linear(x, self._weight)
 
 
 def _is_exact(x: Tensor, weight: Tensor) -> bool:
     """Whether bfloat16 rows meet a float32 weight."""
     return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """In the weight's dtype."""
-    if _is_exact(x, weight):
-        return exact_product.exact_product(x, weight)
-    return F.linear(x.to(weight.dtype), weight)
 
 
 class TritonBackend:
@@ -160,8 +151,7 @@ class TritonBackend:
         """kv_indptr of the last rows that chose among more tokens than they may keep."""
 
     def linear(self, weight: Weight) -> Linear:
-        kind = DeterministicProduct if self._deterministic else MatrixProduct
-        return kind(weight.dequantized(self._dtype))
+        return MatrixProduct(weight.dequantized(self._dtype), deterministic=self._deterministic)
 
     def experts(
         self, gate_up: Weight, down: Weight, *, first_expert: int, num_experts: int
@@ -177,7 +167,8 @@ class TritonBackend:
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[2], dtype=weight.dtype)
         x = x.to(weight.dtype)
-        if self._deterministic:
+        is_few = x.dtype == torch.bfloat16 and x.shape[0] <= products.FEW_ROWS
+        if self._deterministic or is_few:
             products.head_product(x, weight, out)
         else:
             torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
@@ -227,7 +218,7 @@ class TritonBackend:
         return chosen, weights
 
     def _scores(self, x: Tensor, weight: Tensor) -> Tensor:
-        return DeterministicProduct(weight)(x) if self._deterministic else _product(x, weight)
+        return MatrixProduct(weight, deterministic=self._deterministic)(x)
 
     def write_latents(
         self, latents: Tensor, norm: Tensor, eps: float, rope: Tensor, cache: StoredVectors, rows: Rows
@@ -279,24 +270,11 @@ class TritonBackend:
         if like is not None and like.kv_indptr is selection.kv_indptr:
             return like.with_indices(selection.kv_indices)
         rows = selection.kv_indptr.shape[0] - 1
-        if self._is_split_fixed(selection) or mla_attention.runs_rows_alone(rows, self._num_parts):
+        if self._deterministic or mla_attention.runs_rows_alone(rows, self._num_parts):
             return plan_from_indptr(selection.kv_indptr, None, kv_indices=selection.kv_indices)
         return plan_build.build_plan_from_indptr(
             selection.kv_indptr, self._num_parts, kv_indices=selection.kv_indices
         )
-
-    def _is_split_fixed(self, selection: Selection) -> bool:
-        """Whether rows are cut at fixed places: where that is asked for, or as good as a plan's split.
-
-        That is where rows are about as long as each other and their parts fill the device once.
-        """
-        if self._deterministic:
-            return True
-        if selection.kv_indptr is not self._of_chosen:
-            return False
-        most = _most_tokens(selection.kv_indptr, selection.kv_indices.shape[0])
-        num_items = (selection.kv_indptr.shape[0] - 1) * num_splits(most)
-        return 3 * self._num_parts <= 4 * num_items <= 4 * self._num_parts
 
     def attention_dtype(self, dtype: torch.dtype, *, is_merged: bool) -> torch.dtype:
         return torch.float32 if is_merged else dtype
@@ -304,10 +282,12 @@ class TritonBackend:
     def attend(
         self, plan: SparseMLAPlan, q: Tensor, kv: StoredVectors, o: Tensor, lse: Tensor, *, sm_scale: float
     ) -> None:
-        runs_whole = not self._deterministic and mla_attention.runs_rows_alone(plan.rows, self._num_parts)
-        is_fixed = plan.split is None and not runs_whole
-        fixed_most = _most_tokens(plan.kv_indptr, plan.kv_bound) if is_fixed else None
-        mla_attention.run(plan, q, kv, o, lse, sm_scale=sm_scale, fixed_most=fixed_most)
+        fixed, most = None, _most_tokens(plan.kv_indptr, plan.kv_bound)
+        if self._deterministic:
+            fixed = FixedSplits(most_tokens=most)
+        elif plan.kv_indptr is self._of_chosen:
+            fixed = even_splits(plan.rows, most, self._num_parts, kv.storage.element_size())
+        mla_attention.run(plan, q, kv, o, lse, sm_scale=sm_scale, fixed=fixed)
 
     def draw(self, logits: Tensor, vocab_start: int, rows: SamplingRows, *, has_filters: bool) -> Tensor:
         tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

@@ -35,7 +35,9 @@ class ScoreTiles:
         if dtype == torch.float32:
             return cls(tokens=32, num_warps=4, num_stages=2)
         if is_fp8:
-            return cls(tokens=64, num_warps=4, num_stages=3 if num_shared == 1 else 2)
+            return cls(
+                tokens=128 if num_shared > 2 else 64, num_warps=4, num_stages=3 if num_shared == 1 else 2
+            )
         if num_shared == 1:
             return cls(tokens=128, num_warps=4, num_stages=3)
         return cls(tokens=64, num_warps=8, num_stages=3)

@@ -21,11 +21,10 @@ from kernels_integration.plan import SparseMLAPlan
 from kernels_integration.plan_check import check_fit
 from kernels_integration.triton.attention_items import (
     MOST_SPLITS,
-    SPLIT_TOKENS,
+    FixedSplits,
     item_range,
     merge_fixed,
     merge_parts,
-    num_splits,
     read_item,
     read_slots,
     weigh,
@@ -39,8 +38,6 @@ _ROWS_PER_PART = 4
 _PARTIAL_BYTES = 256 << 20
 """Of parts of rows in fixed splits at a time: rows of a long prompt are computed in turns."""
 _MERGED_AT_ONCE = 8
-_ROWS_OF_FIXED_TILES = 64
-"""For which tiles are chosen in fixed splits, however many rows there are."""
 FP8_LATENTS = (FP8_TILE, 2 * FP8_TILE, 4 * FP8_TILE)
 """Latent ranks that are read in fp8."""
 
@@ -60,17 +57,27 @@ class AttentionTiles:
     num_stages: int
 
     @classmethod
-    def choose(cls, rows: int, num_heads: int, q_dtype: torch.dtype, kv_item_bytes: int) -> "AttentionTiles":
-        """As measured fastest on an H200 among some ten for each case."""
+    def choose(
+        cls,
+        rows: int,
+        num_heads: int,
+        q_dtype: torch.dtype,
+        kv_item_bytes: int,
+        fixed: FixedSplits | None = None,
+    ) -> "AttentionTiles":
+        """As measured fastest on an H200 among some ten for each case. fixed: then rows are not looked at."""
         if q_dtype == torch.float32:
             return cls(heads=16, tokens=16, num_warps=4, num_stages=1)
         if num_heads > 16:
             heads = 64 if num_heads > 32 else 32
             return cls(heads=heads, tokens=32 if kv_item_bytes == 1 else 64, num_warps=8, num_stages=2)
+        if fixed is not None and (kv_item_bytes == 1 or fixed.tile_rows >= 32):
+            return cls(heads=16, tokens=64, num_warps=4, num_stages=2)
+        # A plan cuts few rows into items of a tile or two, of which a large one would stay half empty.
+        if fixed is None and rows < (8 if kv_item_bytes == 1 else 4):
+            return cls(heads=16, tokens=32, num_warps=4, num_stages=3)
         if kv_item_bytes > 1:
             return cls(heads=16, tokens=64, num_warps=8, num_stages=3)
-        if rows < 8:  # cut into items of a tile or two, of which a large one would stay half empty
-            return cls(heads=16, tokens=32, num_warps=4, num_stages=3)
         return cls(heads=16, tokens=128, num_warps=8, num_stages=2)
 
 
@@ -83,7 +90,7 @@ def run(
     *,
     sm_scale: float,
     tiles: AttentionTiles | None = None,
-    fixed_most: int | None = None,
+    fixed: FixedSplits | None = None,
 ) -> None:
     """`attention.run` on a GPU: row t attends to its planned slots of kv. Writes o and lse in place.
 
@@ -91,8 +98,8 @@ def run(
     float32. kv of the same width: plain, or fp8 with whole tiles of 128 values. o [as q, H, C] in any
     floating dtype, lse [as q, H] float32. A slot below 0 counts as absent; a row without KV gets o = 0,
     lse = -inf. Rows from T = plan.rows on are neither read nor written. The order of summation depends on
-    the plan alone; with fixed_most, the most tokens that a row has, it is of each row's own number of tokens
-    (the plan's split is not read), so that a row has the same bits beside any others.
+    the plan alone; in fixed splits on each row's own number of tokens (the plan's split is not read), so that
+    a row has the same bits beside any others.
 
     Errors: PlanError, before anything is written, when the plan does not fit the tensors or the types are
     not among these.
@@ -101,16 +108,15 @@ def run(
     _require_types(q, kv)
     if plan.rows == 0:
         return
-    if fixed_most is None:
-        _run(plan, kv_indices, q, kv, o, lse, sm_scale, tiles, splits=0)
+    if fixed is None:
+        _run(plan, kv_indices, q, kv, o, lse, sm_scale, tiles, None)
         return
-    splits = num_splits(fixed_most)
-    rows_at_once = max(1, _PARTIAL_BYTES // (4 * splits * o.shape[1] * o.shape[2]))
+    rows_at_once = max(1, _PARTIAL_BYTES // (4 * fixed.most_parts * o.shape[1] * o.shape[2]))
     for start in range(0, plan.rows, rows_at_once):
         end = min(start + rows_at_once, plan.rows)
         part = replace(plan, rows=end - start, kv_indptr=plan.kv_indptr[start : end + 1], split=None)
         own = slice(start, end)
-        _run(part, kv_indices, q[own], kv, o[own], lse[own], sm_scale, tiles, splits=splits)
+        _run(part, kv_indices, q[own], kv, o[own], lse[own], sm_scale, tiles, fixed)
 
 
 def _run(
@@ -122,16 +128,14 @@ def _run(
     lse: Tensor,
     sm_scale: float,
     tiles: AttentionTiles | None,
-    *,
-    splits: int,
+    fixed: FixedSplits | None,
 ) -> None:
-    """splits: parts of a row in fixed splits; 0: by the plan."""
+    splits = 0 if fixed is None else fixed.most_parts
     H, C = o.shape[1], o.shape[2]
     R = kv.dim - C
     storage, split = kv.storage, plan.split
     fp8 = fp8_format(kv)
-    rows = _ROWS_OF_FIXED_TILES if splits else plan.rows
-    tiles = tiles or AttentionTiles.choose(rows, H, q.dtype, storage.element_size())
+    tiles = tiles or AttentionTiles.choose(plan.rows, H, q.dtype, storage.element_size(), fixed)
     rows_alone = splits == 1 or (
         not splits and (split is None or runs_rows_alone(plan.rows, split.num_parts))
     )
@@ -148,9 +152,9 @@ def _run(
     head_tiles = triton.cdiv(H, tiles.heads)
     # Neighbouring programs share a part's KV: the second finds it in the L2 cache.
     grid = (head_tiles * num_programs,)
-    fixed = {
+    cut = {
         "SPLITS": splits if splits > 1 else 0,
-        "SPLIT_TOKENS": SPLIT_TOKENS,
+        "SPLIT_TOKENS": 0 if fixed is None else fixed.tokens,
         "MOST_SPLITS": MOST_SPLITS,
     }
     common = {
@@ -174,7 +178,7 @@ def _run(
         "stride_lse_row": lse.stride(0),
         "HEAD_TILES": head_tiles,
         "ROWS_ALONE": rows_alone,
-        **fixed,
+        **cut,
         "C": C,
         "R": R,
         "BLOCK_R": dot_size(R),
@@ -215,7 +219,7 @@ def _run(
             C=C,
             BLOCK_C=block_c,
             AT_ONCE=_MERGED_AT_ONCE,
-            **fixed,
+            **cut,
             num_warps=1,
         )
     elif partial_rows:

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="the kernels need triton: pip install trito
 from kernels_integration.plan import build_plan
 from kernels_integration.triton import experts as grouped
 from kernels_integration.triton import indexer, mla_attention, products
+from kernels_integration.triton.attention_items import FixedSplits, even_splits
 from kernels_integration.triton.exact_product import exact_product
 from tests.gpu.test_indexer_kernel import IndexerCase
 from tests.gpu.test_mla_attention_kernel import AttentionCase
@@ -114,7 +115,34 @@ def test_bits_of_experts(device):
 def test_attention_in_fixed_splits(device, kv_dtype):
     lengths = [0, 1, 255, 256, 257, 700]
     case = AttentionCase(device, lengths, 5, heads=4, latent=128, rope=32, kv_dtype=kv_dtype)
-    case.check(fixed_most=max(lengths))
+    case.check(fixed=FixedSplits(most_tokens=max(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("item_bytes", "tokens"),
+    [
+        (
+            2,
+            {1: None, 4: None, 8: 128, 16: 256, 32: 256, 48: None, 64: 512, 128: 1024, 256: 2048, 8192: 2048},
+        ),
+        (1, {1: None, 4: None, 8: 64, 16: 128, 32: 256, 48: None, 64: 512, 128: 1024, 256: 2048}),
+    ],
+)
+def test_even_splits_fill_the_device_once(item_bytes, tokens):
+    found = {rows: even_splits(rows, 2048, 132, item_bytes) for rows in tokens}
+    assert {rows: split and split.tokens for rows, split in found.items()} == tokens
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2])
+@pytest.mark.parametrize("rows", [4, pytest.param(16, marks=gpu), pytest.param(64, marks=gpu)])
+def test_attention_in_even_splits(device, rows, item_bytes):
+    """Of rows shorter than the others too."""
+    lengths = [300, 0, 7, *[600] * (rows - 3)]
+    fixed = even_splits(rows, 600, 2 * rows, item_bytes)
+    kv_dtype = "fp8_ds_mla" if item_bytes == 1 else None
+    case = AttentionCase(device, lengths, 5, heads=4, latent=128, rope=32, kv_dtype=kv_dtype)
+    assert fixed is not None
+    case.check(fixed=fixed)
 
 
 @gpu
@@ -124,7 +152,7 @@ def test_bits_of_attention(device, kv_dtype):
     case = AttentionCase(
         device, lengths, 132, heads=16, dtype=torch.bfloat16, kv_dtype=kv_dtype, spare_rows=0
     )
-    case.check(fixed_most=max(lengths))
+    case.check(fixed=FixedSplits(most_tokens=max(lengths)))
     together, together_lse = case.o.tensor.clone(), case.lse.tensor.clone()
     starts = case.plan.kv_indptr.tolist()
     for row in (0, 1, 2, 3, 4, 5, 7, 60):
@@ -140,7 +168,7 @@ def test_bits_of_attention(device, kv_dtype):
             o,
             lse,
             sm_scale=case.scale,
-            fixed_most=lengths[row] + 5000,
+            fixed=FixedSplits(most_tokens=lengths[row] + 5000),
         )
         assert torch.equal(o[0], together[row]), row
         assert torch.equal(lse[0], together_lse[row]), row
