@@ -3,6 +3,7 @@
 A message names the value, the rule, the legal values and the fix.
 """
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 MAX_SHOWN = 200
@@ -23,13 +24,40 @@ def shown(value: object) -> str:
     return shortened(_repr(value))
 
 
-def _repr(value: object) -> str:
+_MAX_SHOWN_DEPTH = 4
+"""Of lists and objects inside each other."""
+
+
+def _repr(value: object, depth: int = 0) -> str:
+    if value is None or isinstance(value, bool):
+        return kind_of(value)
+    if isinstance(value, dict | list | tuple) and value and depth == _MAX_SHOWN_DEPTH:
+        return "{...}" if isinstance(value, dict) else "[...]"
     if isinstance(value, dict | set | frozenset) and len(value) > MAX_SHOWN:
         return f"a {type(value).__name__} of {len(value)} entries"
+    if isinstance(value, dict):
+        entries = (f"{_repr(key, depth + 1)}: {_repr(entry, depth + 1)}" for key, entry in value.items())
+        return f"{{{_listed(entries)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{_listed(_repr(entry, depth + 1) for entry in value)}]"
+    if depth and isinstance(value, str | bytes) and len(value) > MAX_SHOWN:
+        return f"{value[:MAX_SHOWN]!r}..."
     try:
-        return repr(list(value) if isinstance(value, tuple) else value)
+        return repr(value)
     except ValueError:  # an int of more digits than Python writes
         return f"a {type(value).__name__} too large to show"
+
+
+def _listed(entries: Iterator[str]) -> str:
+    """Joined by commas, no more of them than can be shown."""
+    listed: list[str] = []
+    length = 0
+    for entry in entries:
+        if length > 20 * MAX_SHOWN:
+            return ", ".join([*listed, "..."])
+        listed.append(entry)
+        length += len(entry) + 2
+    return ", ".join(listed)
 
 
 def kind_of(value: object) -> str:

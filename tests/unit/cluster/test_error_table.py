@@ -8,7 +8,7 @@ import pytest
 
 import cluster
 from cluster.errors import OUTCOMES, Outcome, error_classes, from_code, outcome
-from kernels_integration.errors import InvalidRequestError, LatentrayError, UnavailableError
+from kernels_integration.errors import MAX_SHOWN, InvalidRequestError, LatentrayError, UnavailableError, shown
 
 ROOT = Path(cluster.__file__).parent.parent
 LEGAL_EXIT_CODES = {2, 3, 4, 5}
@@ -61,3 +61,30 @@ def test_an_unknown_code_is_an_internal_fault() -> None:
     assert outcome("no_such_code") == Outcome("INTERNAL", 500, 5)
     assert type(from_code("no_such_code", "x")) is LatentrayError
     assert outcome(UnavailableError("x")).exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "null"),
+        ([1, None], "[1, null]"),
+        ({"a": True, "b": [None, {"c": (1, False)}]}, "{'a': true, 'b': [null, {'c': [1, false]}]}"),
+        ([[[[[1]]]]], "[[[[[...]]]]]"),
+        ({"a": {}}, "{'a': {}}"),
+        ([10**6000], "[a int too large to show]"),
+    ],
+)
+def test_values_are_shown_as_json_has_them(value: object, words: str) -> None:
+    assert shown(value) == words
+
+
+def test_large_and_deep_values_are_shown_by_their_ends() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert shown(deep) == "[[[[[...]]]]]"
+    for value in (list(range(10**6)), {"a": list(range(10**6))}, ["x" * 10**7], [["x"] * 1000] * 1000):
+        told = shown(value)
+        assert len(told) <= MAX_SHOWN + 10
+        assert told.startswith(repr(value)[:50])
+    assert shown(list(range(10**6))).endswith("999998, 999999]")
