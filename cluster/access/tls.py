@@ -43,13 +43,31 @@ class ServerTls:
         self._files = files
         self._version = self._version_now()
         self._content = _read(files)
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        """Of HTTP."""
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.set_alpn_protocols(["http/1.1"])
-        if self._content.client_ca is not None:
-            self.context.verify_mode = ssl.CERT_REQUIRED
-        self._renew_context()
+        self._current = self._new_context()
+        self.context = self._new_context()
+        """Of HTTP. Every handshake is handed over to the context of the newest files."""
+        self.context.sni_callback = self._hand_over
+
+    def _new_context(self) -> ssl.SSLContext:
+        """Errors: ConfigError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        # A ticket would let a client in without its certificate being looked at again.
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
+        try:
+            # From the files, as ssl does not take bytes; they were found good a moment ago.
+            context.load_cert_chain(self._files.cert, self._files.key)
+            if self._content.client_ca is not None:
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_verify_locations(cadata=self._content.client_ca.decode())
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"{CERT_FLAG} {self._files.cert} cannot be used: {error}") from error
+        return context
+
+    def _hand_over(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = self._current
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Every handshake asks anew, so connections go on while certificates change."""
@@ -69,7 +87,7 @@ class ServerTls:
         self._version = version
         try:
             self._content = _read(self._files)
-            self._renew_context()
+            self._current = self._new_context()
         except ConfigError as error:
             logger.error("the certificates from before stay in force: %s", error)
             return
@@ -77,15 +95,6 @@ class ServerTls:
 
     def _version_now(self) -> tuple[object, ...]:
         return version_of(self._files.cert, self._files.key, self._files.client_ca)
-
-    def _renew_context(self) -> None:
-        # From the files, as ssl does not take bytes; they were found good a moment ago.
-        try:
-            self.context.load_cert_chain(self._files.cert, self._files.key)
-            if self._content.client_ca is not None:
-                self.context.load_verify_locations(cadata=self._content.client_ca.decode())
-        except (ssl.SSLError, OSError) as error:
-            raise ConfigError(f"{CERT_FLAG} {self._files.cert} cannot be used: {error}") from error
 
     def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
         content = self._content

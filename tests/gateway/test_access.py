@@ -229,7 +229,10 @@ async def tls_server(serve: Serve, tmp_path: Path) -> tuple[GatewayServer, Autho
 
 def shown(authority: Authority, name: str = "client", **issue: Any) -> dict[str, str]:
     cert, key = authority.issue(name, **issue)
-    return {"tls_ca": str(authority.ca), "tls_cert": str(cert), "tls_key": str(key)}
+    trusted = authority.ca.with_suffix(".trusted")  # a copy: tests replace what the server reads
+    if not trusted.exists():
+        trusted.write_bytes(authority.ca.read_bytes())
+    return {"tls_ca": str(trusted), "tls_cert": str(cert), "tls_key": str(key)}
 
 
 def http_context(given: dict[str, str]) -> ssl.SSLContext:
@@ -273,6 +276,46 @@ async def test_only_certificates_of_the_authority_are_served(
         for port in ports:
             async with session.get(f"https://127.0.0.1:{port}/metrics", ssl=http_context(good)) as answer:
                 assert answer.status == 200
+
+
+async def test_another_authority_of_clients_replaces_the_one_before(
+    tls_server: tuple[GatewayServer, Authority], tmp_path: Path
+) -> None:
+    server, authority = tls_server
+    (tmp_path / "next").mkdir()
+    successor = Authority(tmp_path / "next", "successor")
+    before = shown(authority)
+    after = shown(successor) | {"tls_ca": before["tls_ca"]}
+
+    async def served(given: dict[str, str]) -> list[bool]:
+        """By gRPC, HTTP and the port of metrics, over new connections."""
+        answers = []
+        async with client_of(server, **given) as client:
+            try:
+                answers.append((await client.health()).healthy)
+            except UnavailableError:
+                answers.append(False)
+        async with aiohttp.ClientSession() as session:
+            for port in (server.http_port, server.metrics_port):
+                try:
+                    url = f"https://127.0.0.1:{port}/metrics"
+                    async with session.get(url, ssl=http_context(given)) as answer:
+                        answers.append(answer.status == 200)
+                except aiohttp.ClientError:
+                    answers.append(False)
+        return answers
+
+    assert await served(before) == [True] * 3
+    assert await served(after) == [False] * 3
+    new = tmp_path / "new.pem"
+    new.write_bytes(successor.ca.read_bytes())
+    new.replace(authority.ca)
+
+    async def is_replaced() -> bool:
+        return await served(after) == [True] * 3
+
+    await eventually(is_replaced)
+    assert await served(before) == [False] * 3
 
 
 async def _certificate_of(port: int, given: dict[str, str]) -> str:
