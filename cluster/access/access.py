@@ -1,6 +1,7 @@
 """What protects a gateway's ports, from files that may change while it serves."""
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from cluster.access.api_keys import RELOAD_S, ApiKeys
 from cluster.access.tls import ServerTls, TlsFiles
 from cluster.config import ServeArgs
 from kernels_integration.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,4 +60,7 @@ class Access:
         while followed:
             await asyncio.sleep(RELOAD_S)
             for part in followed:
-                await asyncio.to_thread(part.reload)
+                try:
+                    await asyncio.to_thread(part.reload)
+                except Exception:  # what is in force stays, and the next change is looked at
+                    logger.exception("files of keys and certificates could not be read")

@@ -2,7 +2,7 @@
 
     keys:
       - tenant: search
-        sha256: 5e884898da28047151d0e56f8dc6292773603d0d6aabbd62a11ef721d1542d8  # of the key
+        sha256: 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8  # of the key
         max-requests: 64           # at the same time, at each gateway
       - tenant: team-b
         key: sk-...                # 16 characters at least

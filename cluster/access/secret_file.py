@@ -2,7 +2,7 @@
 
 import os
 import stat
-from pathlib import Path
+from typing import BinaryIO
 
 from kernels_integration.errors import ConfigError
 
@@ -15,7 +15,7 @@ def read_secret(path: str, flag: str) -> bytes:
     A file of another owner may be read by its group: so Kubernetes mounts a Secret for users other than root.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open_at_once(path) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{flag} {path} is no file; pass a regular file")
@@ -26,6 +26,11 @@ def read_secret(path: str, flag: str) -> bytes:
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{flag} {path} has more than {MAX_BYTES} bytes, the most that are read")
     return data
+
+
+def open_at_once(path: str) -> BinaryIO:
+    """To read; a fifo without a writer is not waited for. Errors: OSError."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def _require_private(status: os.stat_result, path: str, flag: str) -> None:

@@ -11,7 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from cluster.access.secret_file import MAX_BYTES, read_secret, version_of
+from cluster.access.secret_file import MAX_BYTES, open_at_once, read_secret, version_of
 from kernels_integration.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class ServerTls:
             if self._content.client_ca is not None:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(cadata=self._content.client_ca.decode())
-        except (ssl.SSLError, OSError) as error:
+        except (ValueError, OSError) as error:  # ssl's errors are both
             raise ConfigError(f"{CERT_FLAG} {self._files.cert} cannot be used: {error}") from error
         return context
 
@@ -120,7 +120,7 @@ def _read(files: TlsFiles) -> _Content:
 def read_certificates(path: str, flag: str) -> tuple[bytes, Sequence[x509.Certificate]]:
     """A PEM file, and the certificates in it, all of them in force now. Errors: ConfigError."""
     try:
-        with open(path, "rb") as file:
+        with open_at_once(path) as file:
             data = file.read(MAX_BYTES)
         certificates = x509.load_pem_x509_certificates(data)
     except OSError as error:

@@ -8,8 +8,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from cluster.access.tls import ServerTls
+from cluster.http.connections import IDLE_S, PROTOCOL_LOG, LimitedRunner
 from kernels_integration.errors import ConfigError
 
+_MAX_CONNECTIONS = 256
+"""Scrapers are few."""
 _OPENMETRICS = "application/openmetrics-text"
 
 
@@ -24,7 +27,14 @@ class MetricsServer:
         """Listen; the port (a free one for 0). Errors: ConfigError when it cannot be had."""
         application = web.Application()
         application.router.add_get("/metrics", self._metrics)
-        runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
+        runner = LimitedRunner(
+            application,
+            limit=_MAX_CONNECTIONS,
+            logger=PROTOCOL_LOG,
+            access_log=None,
+            shutdown_timeout=0,
+            keepalive_timeout=IDLE_S,
+        )
         port = await listen(runner, host, port, what="metrics", flag="--metrics-port", tls=tls)
         self._runner = runner
         return port

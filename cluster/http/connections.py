@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from kernels_integration.errors import OverloadedError, shortened
 IDLE_S = 75.0
 """Until a connection is closed on which no whole request head has come; proxies keep theirs for 60."""
 MAX_CONNECTIONS = 4096
+PROTOCOL_LOG = logging.getLogger("latentray.http")
+PROTOCOL_LOG.setLevel(logging.CRITICAL)  # else whoever sends no HTTP fills the log with traces
 _REFUSAL = json.dumps(
     error_body(OverloadedError("the server has as many connections as it keeps; try again later"))
 ).encode()

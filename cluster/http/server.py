@@ -1,6 +1,5 @@
 """The HTTP server of a gateway: routes, limits, start and stop."""
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.metrics_server import listen, metrics_response
 from cluster.http.authentication import require_key
 from cluster.http.completions import Completions
-from cluster.http.connections import IDLE_S, LimitedRunner, max_connections
+from cluster.http.connections import IDLE_S, PROTOCOL_LOG, LimitedRunner, max_connections
 from cluster.http.errors import in_envelope
 from cluster.http.openapi import openapi_document
 from cluster.http.refusals import record_refusals
@@ -29,8 +28,6 @@ from cluster.openai.bodies import ENDPOINTS
 from kernels_integration.errors import UnknownModelError, shown
 
 _CLOSE_GRACE_S = 0.5
-_PROTOCOL_LOG = logging.getLogger("latentray.http")
-_PROTOCOL_LOG.setLevel(logging.CRITICAL)  # else whoever sends no HTTP fills the log with traces
 _MAX_HEADER_BYTES = 16 * 2**10
 
 
@@ -85,7 +82,7 @@ class HttpServer:
             self._app,
             limit=max_connections(),
             keepalive_timeout=IDLE_S,
-            logger=_PROTOCOL_LOG,
+            logger=PROTOCOL_LOG,
             access_log=None,  # requests have a line of their own, with what they cost
             handler_cancellation=True,
             shutdown_timeout=_CLOSE_GRACE_S,

@@ -1,6 +1,8 @@
 """API keys, tenants and certificates over real connections."""
 
 import asyncio
+import contextlib
+import logging
 import ssl
 from pathlib import Path
 from typing import Any
@@ -399,3 +401,22 @@ async def test_commands_show_their_key_and_certificate(
     assert isinstance(half.exception, ConfigError)
     missing = await run("status", "--tls-ca", str(tmp_path / "none"))
     assert isinstance(missing.exception, ConfigError)
+
+
+async def test_garbage_on_the_ports_fills_no_log(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = await serve(ScriptedGroup(), http_port=0, metrics_port=0)
+    for port in (server.port, server.http_port, server.metrics_port):
+        for sent in (
+            b"\xff\x00" * 100,
+            b"GET /\xff HTTP/9.9\r\n\r\n",
+            b"A" * 40000,
+            b"\x16\x03\x01" + bytes(300),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await asyncio.wait_for(reader.read(), 0.3)
+            writer.close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    async with client_of(server) as client:
+        assert (await client.generate([1, 2], stream=False, max_tokens=2)).token_ids

@@ -88,10 +88,24 @@ def test_a_broken_file_is_refused_without_showing_a_key(tmp_path: Path, text: st
     assert "short" not in str(told.value).replace("shorter", "")
 
 
+def test_the_example_of_the_page_is_legal(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    example = page.partition("```yaml\n")[2].partition("```")[0]
+    keys = ApiKeys(write(tmp_path / "keys", example))
+    assert keys.principal_of("Bearer password") == Principal("search", is_operator=False, max_requests=64)
+    assert keys.principal_of("Bearer sk-0123456789abcdef") == Principal("ops", is_operator=True)
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o604, 0o666])
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match=f"mode {mode:04o}.*chmod 600"):
         read_api_keys(write(tmp_path / "keys", TWO_TENANTS, mode))
+
+
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(ConfigError, match="is no file"):
+        read_api_keys(str(tmp_path / "fifo"))
 
 
 @pytest.mark.parametrize(("path", "words"), [("missing", "No such file"), (".", "cannot be read|is no file")])
