@@ -200,7 +200,7 @@ class ParameterCalls:
             calls.append(
                 tag(
                     written.before_name + function["name"] + written.after_name,
-                    json_schema(schema, written.style) if has_some else NOTHING,
+                    json_schema(_without_end_marks(schema), written.style) if has_some else NOTHING,
                     written.end_call,
                 )
             )
@@ -257,6 +257,28 @@ class ParameterCalls:
                 yield CallArguments("}")
                 return
             parameter = following[1]
+
+
+def _without_end_marks(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, but texts of a bounded length hold no "<": by their length alone they might hold the mark
+    that ends them. xgrammar keeps the mark out of unbounded ones."""
+    properties = {name: _bounded_text(value) for name, value in schema["properties"].items()}
+    return dict(schema) | {"properties": properties}
+
+
+def _bounded_text(schema: Any) -> Any:
+    if not isinstance(schema, Mapping) or schema.get("type") != "string":
+        return schema
+    if schema.keys() & {"pattern", "format", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"}:
+        return schema
+    bounds = {name: schema[name] for name in ("minLength", "maxLength") if name in schema}
+    if not bounds or not all(type(bound) is int for bound in bounds.values()):
+        return schema
+    shortest, longest = bounds.get("minLength", 0), bounds.get("maxLength", "")
+    if longest != "" and not 0 <= shortest <= longest:
+        return schema  # no text is of this length: refused in those words
+    kept = {name: value for name, value in schema.items() if name not in bounds}
+    return kept | {"pattern": f"^[^<]{{{shortest},{longest}}}$"}
 
 
 def _as_content(incoming: Incoming, mark: str) -> Content:

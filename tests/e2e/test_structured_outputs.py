@@ -200,6 +200,27 @@ def test_a_new_coordinator_goes_on_from_what_was_emitted(
     assert told(run(group, [resumed]))["penalised"] == (tokens[7:], reason)
 
 
+def test_drafts_are_accepted_more_often_where_a_form_tells_what_follows() -> None:
+    group = InlineGroup(group_config(num_speculative_tokens=3))
+    accepted: dict[str, float] = {}
+    for name, constraint in {"free": None, "json": {"json": SCHEMA}}.items():
+        before = group.stats()
+        prompts = itertools.cycle(text_prompts(PROMPT_LENGTHS))
+        common = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": constraint is None}
+        run(
+            group,
+            [
+                request(f"{name}-{seed}", next(prompts), seed=seed, structured_outputs=constraint, **common)
+                for seed in range(9)
+            ],
+        )
+        after = group.stats()
+        proposed = sum(after.proposed) - sum(before.proposed)
+        accepted[name] = (sum(after.accepted) - sum(before.accepted)) / proposed
+    group.close()
+    assert accepted["json"] > 1.2 * accepted["free"], accepted
+
+
 @pytest.fixture
 def group() -> Iterator[InlineGroup]:
     found = InlineGroup(group_config(num_speculative_tokens=3))

@@ -76,6 +76,21 @@ def test_thoughts_are_free(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["glm", "v32"])
+def test_a_text_of_bounded_length_ends_at_its_mark(name: str) -> None:
+    tools = [tool("f", a={"type": "string", "minLength": 2, "maxLength": 60}, b={"type": "string"})]
+    held = held_answer(AnswerForm(calls=FORMS[name]), "", calls=tools)
+    end = {"glm": "</arg_value>", "v32": "</｜DSML｜parameter>"}[name]
+
+    def call(value: str) -> str:
+        return glm47("f", a=value) if name == "glm" else dsml(invoke("f", ("a", "true", value)))
+
+    for value, is_legal in [("ab", True), ("Zürich 😀, > 3", True), ("a", False), ("x" * 61, False)]:
+        assert accepts(held, call(value)) == is_legal, value
+    assert not accepts(held, call(f"ab{end}cd"))
+    assert read([call("ab")], name).calls == [("f", '{"a": "ab"}')]
+
+
 CONTENTS = {
     "json": (
         StructuredOutputs.of(json={"type": "object", "properties": {"a": {"type": "integer"}}}),
