@@ -17,7 +17,7 @@ from kernels_integration.philox import choice_seed
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 
 
-class AnswerReader:
+class CallReader:
     """Reads one call. Without a tokenizer there is no text."""
 
     def __init__(

@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from actors.sampling_params import SamplingParams
 from cluster.client import tokenizer_download, wire
 from cluster.client.credentials import Credentials
-from cluster.client.reader import AnswerReader
+from cluster.client.reader import CallReader
 from cluster.client.results import Completion, Health, Load, ModelInfo, Piece, ServerInfo
 from cluster.tokenizer.tokenizer import Tokenizer
 
@@ -179,9 +179,9 @@ class Client:
             call.cancel()
         return reader.completion(request.request_id, responses, wire.seed_of(call.initial_metadata()))
 
-    def _reader(self, params: SamplingParams) -> AnswerReader:
+    def _reader(self, params: SamplingParams) -> CallReader:
         tokenizer = self.tokenizer().backend if self._decode else None
-        return AnswerReader(params, tokenizer, self._eos_token_ids)
+        return CallReader(params, tokenizer, self._eos_token_ids)
 
     def _call(self, method: Any, message: Any) -> Any:
         try:

@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 import cluster
 from actors.requests import TokenLogprob
 from actors.sampling_params import SamplingParams
-from cluster.client.reader import AnswerReader
+from cluster.client.reader import CallReader
 from cluster.client.tokenizer_download import from_chunks
 from cluster.gateway.tokenizer_bundle import CHUNK_BYTES, TokenizerBundle
 from cluster.tokenizer import Tokenizer, load_tokenizer
@@ -40,7 +40,7 @@ def complete(*token_ids: int, **fields: object) -> pb.GenerateResponse:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_pieces_join_to_the_text_and_tokens(tokenizer, size):
     ids = tokenizer.encode("naïve café - 漢字 and 🙂 too", add_special_tokens=False)
-    reader = AnswerReader(SamplingParams(), tokenizer.backend, (1,))
+    reader = CallReader(SamplingParams(), tokenizer.backend, (1,))
     cut = [ids[i : i + size] for i in range(0, len(ids), size)]
     pieces = [reader.piece(chunk(*part), None) for part in cut]
     pieces.append(reader.piece(complete(*ids, completion_tokens=len(ids)), 9))
@@ -53,10 +53,10 @@ def test_pieces_join_to_the_text_and_tokens(tokenizer, size):
 def test_the_text_ends_before_the_stop_string(tokenizer):
     ids = tokenizer.encode("one two three", add_special_tokens=False)
     params = SamplingParams(stop=("two",))
-    streamed = AnswerReader(params, tokenizer.backend, ())
+    streamed = CallReader(params, tokenizer.backend, ())
     end = complete(*ids, finish_reason="stop", matched_stop_str="two")
     texts = [streamed.piece(chunk(i), None).text for i in ids] + [streamed.piece(end, None).text]
-    whole = AnswerReader(params, tokenizer.backend, ()).completion("r", [end], 7)
+    whole = CallReader(params, tokenizer.backend, ()).completion("r", [end], 7)
     assert "".join(texts) == whole.text == "one "
     assert (whole.matched_stop, whole.seed, whole.token_ids) == ("two", 7, tuple(ids))
 
@@ -67,7 +67,7 @@ def test_a_token_that_ends_the_stream_is_counted_but_no_text(tokenizer):
         (SamplingParams(skip_special_tokens=False), 1),
         (SamplingParams(stop_token_ids=(ids[0],), ignore_eos=True), ids[0]),
     ):
-        reader = AnswerReader(params, tokenizer.backend, (1,))
+        reader = CallReader(params, tokenizer.backend, (1,))
         body = ids[1:]
         pieces = [
             reader.piece(chunk(*body, last), None),
@@ -78,14 +78,14 @@ def test_a_token_that_ends_the_stream_is_counted_but_no_text(tokenizer):
 
 
 def test_without_a_tokenizer_there_are_ids_only():
-    reader = AnswerReader(SamplingParams(), None, ())
+    reader = CallReader(SamplingParams(), None, ())
     assert reader.piece(chunk(5, 6), None).text == ""
     assert reader.completion("r", [complete(5, 6)], None).token_ids == (5, 6)
 
 
 def test_logprobs():
     message = pb.OutputLogProbs(token_ids=[5, 6], token_logprobs=[-1, -2])
-    reader = AnswerReader(SamplingParams(logprobs=0), None, ())
+    reader = CallReader(SamplingParams(logprobs=0), None, ())
     bare = reader.piece(
         pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[5, 6], output_logprobs=message)), None
     )
@@ -99,7 +99,7 @@ def test_logprobs():
 def test_choices_have_texts_and_seeds_of_their_own(tokenizer):
     one, two = (tokenizer.encode(text, add_special_tokens=False) for text in ("one 漢", "two 🙂"))
     params = SamplingParams(n=2)
-    reader = AnswerReader(params, tokenizer.backend, ())
+    reader = CallReader(params, tokenizer.backend, ())
     texts = ["", ""]
     for position in range(max(len(one), len(two))):  # their characters are cut at different places
         for index, ids in enumerate((one, two)):
@@ -110,13 +110,13 @@ def test_choices_have_texts_and_seeds_of_their_own(tokenizer):
     assert [p.index for p in pieces] == [1, 0]
     assert [texts[p.index] + p.text for p in pieces] == ["two 🙂", "one 漢"]
     assert [p.seed for p in pieces] == [choice_seed(7, 1), 7]
-    whole = AnswerReader(params, tokenizer.backend, ()).completion("r", ends, 7)
+    whole = CallReader(params, tokenizer.backend, ()).completion("r", ends, 7)
     assert (whole.text, [other.text for other in whole.others]) == ("one 漢", ["two 🙂"])
     assert (whole.seed, whole.others[0].seed) == (7, choice_seed(7, 1))
 
 
 def test_a_finish_reason_that_hides_a_failure_is_an_error():
-    reader = AnswerReader(SamplingParams(), None, ())
+    reader = CallReader(SamplingParams(), None, ())
     with pytest.raises(LatentrayError, match="abort"):
         reader.piece(complete(finish_reason="abort"), None)
 

@@ -49,6 +49,20 @@ def run_script(monkeypatch, script, tokenizer=None, *, eos=(), draft_policy=None
     return group
 
 
+@pytest.mark.parametrize("way", ["eos", "stop id", "stop string"])
+def test_an_end_within_min_tokens_does_not_count_and_the_next_token_does(monkeypatch, tokenizer, way) -> None:
+    """Of ends at the tokens with the numbers 3 and 4, the first that comes after min_tokens = 3."""
+    script = [20, 21, 15, 15, *range(22, 32)]
+    ends = {"eos": {"eos": (15,)}, "stop id": {"stop_token_ids": (15,)}, "stop string": {}}
+    stop = {"stop": (tokenizer.decode([15]),)} if way == "stop string" else {}
+    for min_tokens, num_kept in ((2, 3), (3, 4)):
+        group = run_script(
+            monkeypatch, script, tokenizer, min_tokens=min_tokens, max_tokens=12, **ends[way], **stop
+        )
+        assert group.tokens() == script[:num_kept]
+        assert group.updates[-1].finish_reason == "stop"
+
+
 # A completion's first token comes from the prompt's final chunk, the next K + 1 from one verify: index
 # 1..K+1 are the accepted indices of that verify, K + 2.. those of the next.
 @pytest.mark.parametrize("index", range(2 * K + 4))
