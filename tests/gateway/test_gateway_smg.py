@@ -168,6 +168,16 @@ async def test_a_form_and_a_call_that_are_demanded_are_kept(router, group):
     [call] = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "look_up"
     assert set(json.loads(call["function"]["arguments"])) == {"large"}
+    other = {"type": "function", "function": {"name": "count", "parameters": schema}}
+    asked = {"tools": [*tools, other], "tool_choice": "required", "temperature": 1.0, "max_tokens": 300}
+    choices = [(await router.chat(question, seed=seed, **asked))["choices"][0] for seed in range(3)]
+    whole = [choice for choice in choices if choice["finish_reason"] != "length"]
+    assert whole, "the router demands a list of calls, which may go on to the limit, but hardly three times"
+    for choice in whole:
+        assert choice["finish_reason"] == "tool_calls"
+        for call in choice["message"]["tool_calls"]:
+            assert call["function"]["name"] in ("look_up", "count")
+            assert isinstance(json.loads(call["function"]["arguments"])["large"], bool)
 
 
 @pytest.mark.parametrize("stream", [True, False])
