@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SMG_VERSION := 1.13.0
+# Its interpreter fails with a newer NumPy.
+TRITON_VERSION := 3.6.0
 CLIENTS := litellm==1.110.2 langchain-openai==1.7.4 schemathesis==4.32.5
 # Two cores are enough. File by file, as files share groups and servers; one worker more than cores where
 # servers are started, since who starts one mostly waits. What watches clocks then runs alone.
@@ -12,7 +14,7 @@ ALONE := -m alone tests/ray tests/gateway tests/unit/transport
 # Tests start Python hundreds of times: each would compile all that it imports.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup setup-dev demo serve test test-all test-fast test-gpu lint format clean
+.PHONY: help setup setup-dev demo serve test test-all test-fast test-gpu test-kernels lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +69,14 @@ test-fast: setup-dev  ## unit tests only: no Ray, no sockets
 
 test-gpu:  ## kernels on a GPU, with the python that has its torch: make test-gpu PYTHON=python3
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 8 -o addopts="-ra --strict-markers" tests/gpu
+
+test-kernels: $(VENV)/.triton  ## the same kernels in Triton's interpreter, without a GPU (fetches triton, 190 MB)
+	PYTHONPATH=$(VENV)/triton:. $(PYTEST) $(SPREAD) tests/gpu
+
+$(VENV)/.triton: $(VENV)/.installed-dev Makefile
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps \
+		--target $(VENV)/triton triton==$(TRITON_VERSION) "numpy<2.4"
+	touch $@
 
 lint: setup-dev  ## ruff, mypy, import directions
 	$(BIN)/ruff check .

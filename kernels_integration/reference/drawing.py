@@ -21,14 +21,14 @@ def draw(logits: Tensor, vocab_start: int, rows: SamplingRows, *, has_filters: b
     noise = gumbel(random_bits(rows.seed, rows.position, vocab_start, scaled.shape[1]))
     candidates = scaled.double()
     if has_filters:
-        is_cut = ~_survives(scaled, rows) & ~greedy.unsqueeze(1)
+        is_cut = ~survives(scaled, rows) & ~greedy.unsqueeze(1)
         candidates = candidates.masked_fill(is_cut, -torch.inf)
     column = torch.arange(scaled.shape[1], device=scaled.device).expand_as(scaled)
     best, column = Scores.of(candidates, noise.masked_fill_(greedy.unsqueeze(1), 0.0)).best(column, dim=1)
     return (column + vocab_start).masked_fill(best.value == -torch.inf, NO_TOKEN)
 
 
-def _survives(scaled: Tensor, rows: SamplingRows) -> Tensor:
+def survives(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """[R, V] bool: what min-p, top-k and top-p leave of whole rows, by the rule of `filters`."""
     vocab_size = scaled.shape[1]
     value, token = scaled.double().sort(dim=1, descending=True, stable=True)

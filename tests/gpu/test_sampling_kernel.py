@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the kernels need triton: pip install trito
 
 from actors.acceptance import count_emitted
 from kernels_integration.collectives import SoloCollectives
-from kernels_integration.reference.drawing import _survives
+from kernels_integration.reference.drawing import survives
 from kernels_integration.sampling import SamplingRows, over_temperature, sample
 from kernels_integration.token_marks import NO_TOKEN
 from kernels_integration.triton import sampling
@@ -141,7 +141,7 @@ def test_filters_keep_what_torch_keeps(device, vocab, is_rounded):
     rank = torch.where(bits >= 1 << 31, bits ^ 0xFFFFFFFF, bits ^ 0x80000000) + 1
     ranks, tokens = ranks.cpu().unsqueeze(1), tokens.cpu().unsqueeze(1)
     kept = (rank > ranks) | ((rank == ranks) & (torch.arange(vocab) <= tokens))
-    expected = _survives(scaled, rows) | greedy.unsqueeze(1)
+    expected = survives(scaled, rows) | greedy.unsqueeze(1)
     assert torch.equal(kept & (scaled > -torch.inf), expected & (scaled > -torch.inf))
 
 
