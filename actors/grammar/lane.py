@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_END_S = 5.0
+"""Of wall time for the calls that run when a lane ends; those that take longer are left."""
 POLL_S = 0.05
 """Of wall time between looks at the CPU time of a call that is not done."""
 
