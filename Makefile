@@ -10,7 +10,7 @@ CLIENTS := litellm==1.110.2 langchain-openai==1.7.4 schemathesis==4.32.5
 # servers are started, since who starts one mostly waits. What watches clocks then runs alone.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 SPREAD := -n 3 $(BY_FILE)
-ALONE := -m alone tests/ray tests/gateway tests/unit/transport
+ALONE := -m alone tests
 # Tests start Python hundreds of times: each would compile all that it imports.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 

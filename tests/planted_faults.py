@@ -3,7 +3,7 @@
     python -m tests.planted_faults [--only WORD]
 
 Works on a copy of the repository. A fault that no test catches is a hole in the tests; its name is printed
-and the exit status is 1. Takes some ten minutes; run it after a change of how tests are chosen.
+and the exit status is 1. Takes half an hour of one core; run it after a change of how tests are chosen.
 """
 
 import argparse
