@@ -39,7 +39,7 @@ no-enable-chunked-prefill async-scheduling speculative-config kv-transfer-config
 compilation-config cudagraph-capture-sizes max-cudagraph-capture-size optimization-level enable-log-requests
 disable-log-requests enable-log-outputs headless api-server-count host port uds uvicorn-log-level
 disable-uvicorn-access-log allow-credentials allowed-origins allowed-methods allowed-headers api-key
-chat-template chat-template-content-format root-path
+chat-template chat-template-content-format ssl-keyfile ssl-certfile ssl-ca-certs root-path
 enable-auto-tool-choice tool-call-parser tool-parser-plugin log-config-file max-log-len
 enable-prompt-tokens-details preemption-mode speculative-model
 """)
