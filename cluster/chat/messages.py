@@ -39,28 +39,33 @@ def _results_in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ordered: list[dict[str, Any]] = []
     places: dict[str, int] = {}
     """Of the calls of the turn, by their ids."""
-    first = 0
-    """Of the turn's results, in `ordered`."""
+    results: list[dict[str, Any]] = []
+    """Of the turn."""
     for index, message in enumerate(messages):
-        ordered.append(message)
-        if message["role"] != "tool":
-            calls = [call.get("id") for call in message.get("tool_calls", ()) if isinstance(call, Mapping)]
-            places = {name: place for place, name in enumerate(calls) if isinstance(name, str)}
-            places = places if len(places) == len(calls) else {}
-            first = len(ordered)
+        if message["role"] == "tool":
+            given = message.get("tool_call_id")
+            if places and given is not None and given not in places:
+                field = f"messages[{index}].tool_call_id"
+                raise InvalidRequestError(
+                    f"{field} is {shown(given)}; it must be the id of a call before it: "
+                    f"{shortened(', '.join(map(repr, places)))}",
+                    field=field,
+                )
+            results.append(message)
             continue
-        given = message.get("tool_call_id")
-        if places and given is not None and given not in places:
-            field = f"messages[{index}].tool_call_id"
-            raise InvalidRequestError(
-                f"{field} is {shown(given)}; it must be the id of a call before it: "
-                f"{shortened(', '.join(map(repr, places)))}",
-                field=field,
-            )
-        turn = ordered[first:]
-        if places and all("tool_call_id" in result for result in turn):
-            ordered[first:] = sorted(turn, key=lambda result: places[result["tool_call_id"]])
-    return ordered
+        ordered += _in_order(results, places)
+        ordered.append(message)
+        results = []
+        calls = [call.get("id") for call in message.get("tool_calls", ()) if isinstance(call, Mapping)]
+        places = {name: place for place, name in enumerate(calls) if isinstance(name, str)}
+        places = places if len(places) == len(calls) else {}
+    return ordered + _in_order(results, places)
+
+
+def _in_order(results: list[dict[str, Any]], places: Mapping[str, int]) -> list[dict[str, Any]]:
+    if not places or not all("tool_call_id" in result for result in results):
+        return results
+    return sorted(results, key=lambda result: places[result["tool_call_id"]])
 
 
 def checked_tools(tools: Sequence[Any] | None) -> list[Any] | None:

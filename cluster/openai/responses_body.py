@@ -70,7 +70,8 @@ class ResponsesBody(SamplingBody):
         if field.startswith("messages["):
             index, _, rest = field.removeprefix("messages[").partition("]")
             places = conversation(self.input, self.instructions).places
-            return (places[int(index)] if int(index) < len(places) else "input") + rest
+            place = places[int(index)] if int(index) < len(places) else "input"
+            return place + rest.replace(".tool_call_id", ".call_id")
         if field.startswith("response_format"):
             return field.replace("response_format.json_schema", "text.format").replace(
                 "response_format", "text.format"

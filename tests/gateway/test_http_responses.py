@@ -148,6 +148,17 @@ USER = {"role": "user", "content": "Hi"}
             "input[0].encrypted_content",
             "unknown",
         ),
+        (
+            {
+                "input": [
+                    USER,
+                    {"type": "function_call", "name": "now", "call_id": "1", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "2", "output": "noon"},
+                ]
+            },
+            "input[2].call_id",
+            "input[2].call_id is '2'; it must be the id of a call before it: '1'",
+        ),
         ({"input": [USER | {"weight": 1}]}, "input[0].weight", "of type message"),
         (
             {"input": [USER | {"content": [{"type": "input_text", "text": "x", "detail": "low"}]}]},
