@@ -56,22 +56,26 @@ class TickingGroup:
     async def tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S - time.monotonic() % TICK_S)
-            for key, (request, deliver, done) in list(self.live.items()):
-                is_last = done + 1 == request.params.max_tokens
-                self.live[key] = (request, deliver, done + 1)
-                if is_last:
-                    del self.live[key]
-                deliver(
-                    RequestUpdate(
-                        request_id=key.request_id,
-                        incarnation=key.incarnation,
-                        index=key.index,
-                        token_ids=(500 + done,),
-                        finish_reason="length" if is_last else None,
-                        num_prompt_tokens=len(request.prompt_token_ids),
-                        num_completion_tokens=done + 1,
-                    )
+            self.give()
+
+    def give(self) -> None:
+        """One token for each stream."""
+        for key, (request, deliver, done) in list(self.live.items()):
+            is_last = done + 1 == request.params.max_tokens
+            self.live[key] = (request, deliver, done + 1)
+            if is_last:
+                del self.live[key]
+            deliver(
+                RequestUpdate(
+                    request_id=key.request_id,
+                    incarnation=key.incarnation,
+                    index=key.index,
+                    token_ids=(500 + done,),
+                    finish_reason="length" if is_last else None,
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    num_completion_tokens=done + 1,
                 )
+            )
 
 
 def serve(ports: Connection) -> None:

@@ -7,7 +7,7 @@ than one request each, and by what was on its way when a heartbeat was made.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.stats import QueuePart
 
@@ -73,11 +73,15 @@ class QueueSnapshot:
     num_front_ends: int = 1
     pace: Pace | None = None
     """None: nothing has finished yet."""
+    num_free: int = field(init=False)
+    """Requests that would not wait. One that waits although slots are free waits for memory."""
+    num_sent: int = field(init=False)
 
-    @property
-    def num_free(self) -> int:
-        """Requests that would not wait. One that waits although slots are free waits for memory."""
-        return 0 if self.queued else max(0, self.num_slots - self.num_running)
+    def __post_init__(self) -> None:
+        """Both are asked for by every request of a cluster, for every group."""
+        free = 0 if self.queued else max(0, self.num_slots - self.num_running)
+        object.__setattr__(self, "num_free", free)
+        object.__setattr__(self, "num_sent", _requests(self.sent))
 
     @property
     def departures_per_s(self) -> float:
@@ -121,10 +125,10 @@ def refusal(asked: Asked, queues: Sequence[QueueSnapshot], limits: Limits) -> Re
 def _beyond_budgets(asked: Asked, queues: Sequence[QueueSnapshot], limits: Limits) -> Refusal | None:
     num_front_ends = max(queue.num_front_ends for queue in queues)
     free = sum(queue.num_free for queue in queues) // num_front_ends
+    if sum(queue.num_sent for queue in queues) + asked.num_requests <= free:
+        return None
     queued = [part for queue in queues for part in queue.queued]
     sent = [part for queue in queues for part in queue.sent]
-    if _requests(sent) + asked.num_requests <= free:
-        return None
     budgets = (
         (_requests, asked.num_requests, limits.max_queued_requests, "requests", "max-queued-requests"),
         (_tokens, asked.num_tokens, limits.max_queued_tokens, "prompt tokens", "max-queued-tokens"),
@@ -166,7 +170,7 @@ def _fits(num: int, num_sent: int, num_queued: int, budget: int, num_front_ends:
 
 def _too_late(asked: Asked, queues: Sequence[QueueSnapshot], limits: Limits) -> Refusal | None:
     """A request that would wait for so long that its deadline passes. Without a queue it may always try."""
-    if asked.time_left_s is None:
+    if asked.time_left_s is None or any(q.num_sent + asked.num_requests <= q.num_free for q in queues):
         return None
     waits = [(queue.wait_s(asked, by_priority=limits.by_priority), queue) for queue in queues]
     wait_s, best = min(waits, key=lambda wait: wait[0])

@@ -165,10 +165,12 @@ class Groups:
         if stats.epoch != self._epochs[group]:
             self._epochs[group] = stats.epoch
             seen.clear()
+        queue = self._queues[group].snapshot(stats)
         return GroupSnapshot(
             healthy=self._is_open(group) and self._fits(group, weights),
             num_own=self._num_sequences[group],
-            num_reported=stats.running + stats.waiting,
+            # as if the others had sent as many each: together they would overrun a group that all like
+            num_reported=stats.running + stats.waiting + queue.num_sent * queue.num_front_ends,
             kv_usage=stats.num_used_blocks / max(stats.num_kv_blocks, 1),
             overlap=seen.overlap(beginnings),
         )

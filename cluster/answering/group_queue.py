@@ -21,6 +21,8 @@ class GroupQueue:
         self._sent: dict[SequenceKey, tuple[float, QueuePart]] = {}
         self._stats: GroupStats | None = None
         self._pace = PaceMeter()
+        self._snapshot: QueueSnapshot | None = None
+        """Until something changes."""
 
     def sent(self, request: Request) -> None:
         """One sequence was submitted to the group."""
@@ -31,19 +33,23 @@ class GroupQueue:
             tenant=request.tenant, priority=request.priority, num_requests=1, num_tokens=num_tokens
         )
         self._sent[request.key] = (self._clock(), part)
+        self._snapshot = None
 
     def left(self, key: SequenceKey) -> None:
         """It has ended there."""
-        self._sent.pop(key, None)
+        if self._sent.pop(key, None) is not None:
+            self._snapshot = None
 
     def snapshot(self, stats: GroupStats) -> QueueSnapshot:
         """stats: the group's newest."""
+        if stats is self._stats and self._snapshot is not None:
+            return self._snapshot
         if stats is not self._stats:
             self._stats = stats
             self._pace.observe(stats)
             told_s = self._clock() - _ON_ITS_WAY_S
             self._sent = {key: sent for key, sent in self._sent.items() if sent[0] > told_s}
-        return QueueSnapshot(
+        self._snapshot = QueueSnapshot(
             num_slots=stats.num_slots,
             num_running=stats.running,
             queued=stats.queue,
@@ -51,6 +57,7 @@ class GroupQueue:
             num_front_ends=max(stats.num_front_ends, 1),
             pace=self._pace.pace,
         )
+        return self._snapshot
 
 
 class PaceMeter:

@@ -21,7 +21,7 @@ class GroupSnapshot:
     num_own: int = 0
     """Sequences of this front end there: exact and of this moment."""
     num_reported: int = 0
-    """Sequences of all front ends there, as of its last heartbeat."""
+    """Sequences of all front ends there, as of its last heartbeat, and an estimate of what came since."""
     kv_usage: float = 0.0
     """Part of its KV blocks in use, 0 to 1, as of its last heartbeat."""
     overlap: int = 0
@@ -29,7 +29,7 @@ class GroupSnapshot:
 
     @property
     def num_sequences(self) -> int:
-        """What has been sent since the heartbeat is in the one number, what others have sent in the other."""
+        """Its own are exact, but the others' are not among them."""
         return max(self.num_own, self.num_reported)
 
 

@@ -2,8 +2,14 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from actors.requests import Request
+from actors.sampling_params import SamplingParams
+from actors.stats import GroupStats
+from cluster.answering.group import Groups
 from cluster.answering.routing import MAX_LEAD, GroupSnapshot, SeenPrompts, beginnings_of, best_group
+from tests.support.scripted_group import ScriptedGroup
 
 SNAPSHOTS = st.builds(
     GroupSnapshot,
@@ -89,3 +95,25 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first() -> None:
     assert len(seen._seen) <= 4096
     assert seen.overlap(beginnings_of([199] * 4096, None)) == 64
     assert seen.overlap(beginnings_of([0] * 4096, None)) == 0
+
+
+def test_gateways_that_like_one_group_do_not_overrun_it_between_two_heartbeats() -> None:
+    """Each counts what it has sent as if the others had done the same."""
+    groups = [ScriptedGroup() for _ in range(3)]
+    for group in groups:
+        group.stats = GroupStats(running=20, num_front_ends=5)
+    gateways = [Groups(groups) for _ in range(5)]
+    prompt = Request(
+        request_id="r",
+        prompt_token_ids=tuple(range(64)),
+        params=SamplingParams(),
+        seed=0,
+        eos_token_ids=(),
+    )
+    given = [0, 0, 0]
+    for number in range(30):
+        gateway = gateways[number % 5]
+        chosen = gateway.choose(prompt)
+        gateway.took(chosen, replace(prompt, incarnation=number))
+        given[groups.index(chosen)] += 1
+    assert max(given) - min(given) <= 2 * MAX_LEAD + 5
