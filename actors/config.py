@@ -82,6 +82,8 @@ class GroupConfig:
     """While a step runs longer the group is not healthy."""
     max_restarts: int = 5
     """How often shards or the coordinator are started again without a minute of service between."""
+    placement_timeout_s: float = 30.0
+    """How long the start waits for room in a cluster."""
     recovery_timeout_s: float = 300.0
     """How long the start of new ones may wait for a node, a process or the next tensor."""
     check_plans: bool = False

@@ -40,7 +40,7 @@ async def measure(group: GroupHandle, num_streams: int, kills: int) -> list[tupl
             while not client.healthy:
                 await asyncio.sleep(0.01)
             heard.clear()
-            await heard.wait()
+            await token(heard, streams)
             await asyncio.sleep(1)
             pid = (await asyncio.to_thread(group.process_ids))[victim]
             os.kill(pid, signal.SIGKILL)
@@ -50,12 +50,22 @@ async def measure(group: GroupHandle, num_streams: int, kills: int) -> list[tupl
             known_s = time.monotonic() - start_s
             await asyncio.sleep(0.1)  # for what was under way
             heard.clear()
-            await heard.wait()
+            await token(heard, streams)
             rows.append((victim, known_s, time.monotonic() - start_s))
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
     return rows
+
+
+async def token(heard: asyncio.Event, streams: list[asyncio.Task[None]]) -> None:
+    """Wait for one. Errors: of a stream that ends, which none does by itself."""
+    waiting = asyncio.create_task(heard.wait())
+    await asyncio.wait([waiting, *streams], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    for stream in streams:
+        if stream.done():
+            stream.result()
 
 
 def main() -> None:

@@ -153,7 +153,8 @@ class GroupClient:
         self._socket.disconnect(self.request_address)
         self.request_address = request_address
         self._socket.connect(request_address)
-        self._lost_at_s = time.monotonic()
+        # Whether or not the end of the old connection has been noticed yet.
+        self._is_lost, self._lost_at_s = True, time.monotonic()
         self._trouble = f"no heartbeat from the coordinator at {request_address} yet"
         self._silence.heard(_COORDINATOR)
         self._send(Hello())

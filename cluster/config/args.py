@@ -386,6 +386,13 @@ class EngineArgs(SettingsModel):
             group="Ray",
         ),
     ] = 300.0
+    placement_timeout: Annotated[
+        Seconds,
+        Setting(
+            "How long the start waits for room in the cluster; an autoscaler may take minutes to add a node.",
+            group="Ray",
+        ),
+    ] = 30.0
     address: Annotated[
         Text | None,
         Setting(

@@ -81,6 +81,7 @@ def resolve(args: EngineArgs) -> GroupConfig:
         "chat_template": _chat_template(args),
         "heartbeat_timeout_s": args.heartbeat_timeout,
         "step_timeout_s": args.step_timeout,
+        "placement_timeout_s": args.placement_timeout,
         "recovery_timeout_s": args.recovery_timeout,
         "trace": args.trace is not None,
         "log_dir": None if args.log_dir is None else os.path.abspath(args.log_dir),

@@ -20,6 +20,9 @@ from kernels_integration.errors import ConfigError, LatentrayError, UnavailableE
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_IDLE_LOOK_S = 0.2
+_STOP_TIMEOUT_S = 2.0
+"""For an order that goes on to notice."""
 _ASK_TIMEOUT_S = 30.0
 Reload = Callable[[str], GroupConfig]
 """The settings of a group that serves another checkpoint. Errors: ConfigError, CheckpointError where the
@@ -45,6 +48,7 @@ class Operator:
         """By an operator's order: a restart leaves them so."""
         self._weights = [0] * len(groups)
         """By group: who has the same number has the same weights."""
+        self._threads: list[threading.Thread] = []
         self._is_stopping = threading.Event()
         self._busy = threading.Lock()
 
@@ -55,17 +59,22 @@ class Operator:
             told += [gateway.set_weights.remote(*weights) for weights in enumerate(self._weights)]
             ray.get(told, timeout=_ASK_TIMEOUT_S)
             self._gateways.append(gateway)
-        threading.Thread(target=self._attend, args=(gateway,), name="operator", daemon=True).start()
+        thread = threading.Thread(target=self._attend, args=(gateway,), name="operator", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def stop(self) -> None:
         """Begin nothing new; what goes on ends with the groups."""
         self._is_stopping.set()
+        for thread in self._threads:
+            thread.join(_STOP_TIMEOUT_S)
 
     def _attend(self, gateway: Any) -> None:
-        while not self._is_stopping.is_set():
+        """Until its end, `stop`, or the end of Ray, without which no call returns."""
+        while (asked := self._next_of(gateway)) is not None:
             try:
-                command = ray.get(gateway.next_command.remote())
-            except (ray.exceptions.RayError, RuntimeError):
+                command = ray.get(asked)
+            except ray.exceptions.RayError:
                 return  # it has ended
             code, text = None, ""
             try:
@@ -76,6 +85,14 @@ class Operator:
                 logger.exception("an order could not be carried out: %s", command)
                 code, text = LatentrayError.code, f"{command.do} failed: {type(error).__name__}: {error}"
             gateway.command_ended.remote(code, text)
+
+    def _next_of(self, gateway: Any) -> Any:
+        """The call that has its next order; None: there will be none."""
+        asked = gateway.next_command.remote()
+        while not self._is_stopping.is_set() and self._groups[0].session_failure is None:
+            if ray.wait([asked], timeout=_IDLE_LOOK_S)[0]:
+                return asked
+        return None
 
     def carry_out(self, command: Command, say: Progress) -> None:
         """Errors: ConfigError for a group or node that is none, and as `restart`."""
@@ -178,6 +195,7 @@ class Operator:
                 may_move = config is None or bool(self._twins(number))
                 self._empty(number, drain_s, say, may_move=may_move)
                 self._start_again(number, config, weights, say)
+                self._await_heard(number)
             finally:
                 if number not in self._drained:
                     self._tell("undrain_group", number)
@@ -203,6 +221,12 @@ class Operator:
             group.restart(tell, before)
             raise
         self._weights[number] = weights
+
+    def _await_heard(self, number: int) -> None:
+        """Until every front end knows that a group can answer: it would refuse what comes before."""
+        deadline_s = time.monotonic() + _ASK_TIMEOUT_S
+        while not all(self._tell("is_healthy", number)) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
 
     def _tell(self, method: str, *arguments: object) -> list[Any]:
         """What every front end that lives answers. Errors: UnavailableError."""

@@ -163,6 +163,10 @@ class GatewayActor:
         """That this gateway has running there."""
         return self._routes.num_sequences_of(self._groups[number])
 
+    async def is_healthy(self, number: int) -> bool:
+        """Whether this gateway has heard that the group can answer."""
+        return self._groups[number].healthy
+
     async def set_weights(self, number: int, weights: int) -> None:
         self._routes.set_weights(self._groups[number], weights)
 

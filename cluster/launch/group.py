@@ -25,16 +25,12 @@ from kernels_integration.errors import ConfigError
 if TYPE_CHECKING:
     from kernels_integration.spans import Span
 
-PLACEMENT_TIMEOUT_S = 30.0
-"""How long to wait for room in a cluster (an autoscaler may be adding a node)."""
-
 
 def launch_group(
     config: GroupConfig,
     *,
     address: str | None = None,
     progress: Progress = lambda message: None,
-    placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
     with_gateway: bool = False,
 ) -> "GroupHandle":
     """Start a coordinator and its shards; returns when tokens can be produced.
@@ -49,7 +45,6 @@ def launch_group(
         1,
         address=address,
         progress=progress,
-        placement_timeout_s=placement_timeout_s,
         with_gateway=with_gateway,
     )
     return group
@@ -61,7 +56,6 @@ def launch_groups(
     *,
     address: str | None = None,
     progress: Progress = lambda message: None,
-    placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
     with_gateway: bool = False,
 ) -> "list[GroupHandle]":
     """As `launch_group`, several replicas: placed one after the other, then started side by side.
@@ -92,7 +86,7 @@ def launch_groups(
             bundles = placement.bundles_of(config.tensor_parallel_size, cpus_of_shard)
             if with_gateway and number == 0:
                 bundles.append(placement.gateway_bundle(ray.get_runtime_context().get_node_id()))
-            group.processes.reserve(bundles, placement_timeout_s, progress)
+            group.processes.reserve(bundles, config.placement_timeout_s, progress)
             group.spawn_all()
         if num_groups == 1:
             groups[0].start()

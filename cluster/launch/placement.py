@@ -79,7 +79,8 @@ def reserve(
             if waited_s >= timeout_s:
                 raise ClusterTooSmallError(
                     f"the Ray cluster could not place the group within {timeout_s:g} s: {shortage}; "
-                    "add nodes, free CPUs, or lower --tensor-parallel-size"
+                    "add nodes, free CPUs, lower --tensor-parallel-size, or wait longer "
+                    "(--placement-timeout)"
                     f"{table(bundles, node_capacities())}"
                 )
             progress(f"waiting for room in the Ray cluster ({waited_s:.0f} s): {shortage}")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.answering.group_client import GroupClient
 from cluster.client import Client
@@ -79,28 +80,38 @@ async def test_without_restarts_a_killed_shard_fails_live_requests_and_is_named(
 
 
 @pytest.mark.product(1)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stopped", ["shard 0", "shard 1", "coordinator"])
-async def test_a_process_that_is_stopped_for_a_while_is_slow_and_not_dead(stopped: str) -> None:
-    config = dataclasses.replace(group_config(2, 1), step_timeout_s=1.0)
+async def test_a_process_that_is_stopped_for_a_while_is_slow_and_not_dead(
+    stopped: str, request: pytest.FixtureRequest
+) -> None:
+    # Longer than any silence that once was death; all cases: 20 s, then a step of more than a minute.
+    pauses_s = (20.0, 65.0) if request.config.getoption("--all-cases") else (4.5,)
+    if stopped == "coordinator":
+        pauses_s = pauses_s[:1]
+    config = dataclasses.replace(group_config(2, 1), step_timeout_s=1.0, heartbeat_timeout_s=120.0)
     with launch_group(config, address="local") as group:
         pids = group.process_ids()
         async with GroupClient(group.request_address, keys=group.request_keys, silence_s=60) as client:
-            live = asyncio.create_task(served_tokens(client, requests(300, ignore_eos=True)))
-            await eventually(lambda: client.stats is not None and client.stats.running == 6, 5)
-            os.kill(pids[stopped], signal.SIGSTOP)
-            try:
-                await asyncio.sleep(4.5)  # longer than any silence that once was death
-                assert not live.done()
-                if stopped != "coordinator":
-                    assert not client.healthy
-                    assert "the running step has taken" in client.message
-            finally:
-                os.kill(pids[stopped], signal.SIGCONT)
-            assert {name: len(tokens) for name, tokens in (await live).items()} == {
-                request.request_id: 300 for request in requests()
-            }
-            await eventually(lambda: client.healthy, 5)
+            for pause_s in pauses_s:
+                live = asyncio.create_task(served_tokens(client, requests(300, ignore_eos=True)))
+                await eventually(lambda: client.stats is not None and client.stats.running == 6, 15)
+                os.kill(pids[stopped], signal.SIGSTOP)
+                try:
+                    await asyncio.sleep(pause_s)
+                    assert not live.done()
+                    if stopped != "coordinator":
+                        assert not client.healthy
+                        assert "the running step has taken" in client.message
+                finally:
+                    os.kill(pids[stopped], signal.SIGCONT)
+                assert {name: len(tokens) for name, tokens in (await live).items()} == {
+                    asked.request_id: 300 for asked in requests()
+                }
+                await eventually(lambda: client.healthy, 5)
             assert group.failure is None
+            assert client.stats.num_restarts == 0
+            assert group.process_ids() == pids
 
 
 async def test_two_groups_share_a_local_cluster_until_the_last_ends() -> None:
@@ -177,10 +188,32 @@ def test_a_cluster_too_small_names_the_bundle_and_the_nodes() -> None:
             match=r"5 bundles are needed, 3 fit, and the one of shard 2 \(1 CPU\) fits on no node: "
             r"node [\d.]+ has 3 of 3 CPUs free; add nodes",
         ):
-            launch_group(group_config(4, 1), placement_timeout_s=1.5, progress=messages.append)
+            launch_group(
+                dataclasses.replace(group_config(4, 1), placement_timeout_s=1.5), progress=messages.append
+            )
         assert any("waiting for room in the Ray cluster" in message for message in messages)
         assert ray.is_initialized(), "a connection that was there before stays"
         assert ray.available_resources()["CPU"] == 3
+    finally:
+        ray.shutdown()
+
+
+def test_a_group_starts_inside_the_placement_group_of_another_program() -> None:
+    """One that would capture what its tasks start has no room for the group, which brings its own."""
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    try:
+        room = ray.util.placement_group([{"CPU": 1}])
+
+        @ray.remote(num_cpus=1)
+        def work() -> list[str]:
+            with launch_group(group_config(1, 1)) as group:
+                return sorted(group.placement)
+
+        inside = PlacementGroupSchedulingStrategy(room, placement_group_capture_child_tasks=True)
+        started = work.options(scheduling_strategy=inside).remote()  # type: ignore[attr-defined]
+        assert ray.get(started, timeout=120) == ["coordinator", "shard 0"]
+        states = [table["state"] for table in ray.util.placement_group_table().values()]
+        assert states.count("CREATED") == 1, "the other program's is left"
     finally:
         ray.shutdown()
 

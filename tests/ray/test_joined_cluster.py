@@ -42,6 +42,25 @@ def processes(cluster: NetworkCluster, node: int, text: str) -> list[int]:
 
 
 @pytest.mark.slow
+def test_a_node_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    """As an autoscaler adds one, when it has seen what is asked for."""
+    flags = ("--address", "auto", "--executor", "ray", "-tp", "2", "--placement-timeout", "200", *SMALL)
+    errors_file = tmp_path / "driver.stderr"
+    with NetworkCluster(tmp_path, num_cpus=(1, 3), num_late=1) as cluster:
+        words = ("--temperature", "0", "--max-tokens", "5", "The king")
+        generate = cluster.start(0, sys.executable, "-m", "cluster", "generate", *flags, *words)
+        short = r"waiting for room .*3 bundles are needed, 1 fit, .* shard 0 .* 10\.77\.9\.10 has 1 of 1 CPUs"
+        deadline_s = time.monotonic() + 90
+        while not re.search(short, errors_file.read_text()):
+            assert generate.poll() is None, errors_file.read_text()
+            assert time.monotonic() < deadline_s, errors_file.read_text()
+            time.sleep(0.1)
+        cluster.join(1)
+        out, _ = generate.communicate(timeout=180)
+        assert (generate.returncode, bool(out)) == (0, True), errors_file.read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.product(1)
 @pytest.mark.parametrize(
     ("program", "told"),

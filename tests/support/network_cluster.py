@@ -44,12 +44,16 @@ def missing_requirement() -> str | None:
 
 
 class NetworkCluster:
-    """Nodes 0 (the head), 1, ..., up inside `with`. num_cpus: of each node."""
+    """Nodes 0 (the head), 1, ..., up inside `with`.
 
-    def __init__(self, folder: Path, *, num_cpus: Sequence[int]) -> None:
+    num_cpus: of each node. num_late: of the last nodes, which are no part of Ray's cluster until `join`.
+    """
+
+    def __init__(self, folder: Path, *, num_cpus: Sequence[int], num_late: int = 0) -> None:
         self._folder = folder
         self._num_nodes = len(num_cpus)
         self._num_cpus = num_cpus
+        self._num_late = num_late
         self._prefix = f"lr{os.getpid() % 10000}n"
         self._shells: list[subprocess.Popen[bytes]] = []
 
@@ -100,7 +104,8 @@ class NetworkCluster:
             for node in range(self._num_nodes):
                 self._wire(node)
                 self._boot(node)
-                self._start_ray(node)
+                if node < self._num_nodes - self._num_late:
+                    self.join(node)
         except BaseException:
             self._tear_down()
             raise
@@ -147,7 +152,8 @@ class NetworkCluster:
                 raise RuntimeError((self._folder / f"boot{node}.log").read_text())
             time.sleep(0.02)
 
-    def _start_ray(self, node: int) -> None:
+    def join(self, node: int) -> None:
+        """Start Ray on a node."""
         role = ["--head", "--port=6379", "--include-dashboard=False"]
         if node > 0:
             role = [f"--address={self.address(0)}:6379"]

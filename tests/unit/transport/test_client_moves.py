@@ -56,3 +56,17 @@ async def test_without_recovery_a_closed_connection_is_the_end() -> None:
         group.stop()
         await eventually(lambda: "was closed" in client.message)
         assert not client.is_recovering
+
+
+async def test_a_successor_may_be_known_before_the_end_of_the_one_before() -> None:
+    """A spare process takes over within milliseconds: streams wait for it as for any other."""
+    first, second = LoopGroup(), LoopGroup()
+    first.start()
+    second.start(ready=False)
+    async with GroupClient(first.address, recovery_s=60) as client:
+        await eventually(lambda: client.healthy)
+        client.move(second.address)
+        assert not client.healthy
+        assert client.is_recovering
+    first.stop()
+    second.stop()
