@@ -165,6 +165,10 @@ class UnavailableError(LatentrayError):
     code = "unavailable"
 
 
+class LetGoError(UnavailableError):
+    """The group is drained, not lost: its sequences go on elsewhere, and nobody is to blame."""
+
+
 class ClusterTooSmallError(UnavailableError):
     """The Ray cluster cannot place the group; the message says which bundle is missing where."""
 

@@ -19,13 +19,14 @@ from actors.requests import Request, RequestUpdate, SequenceKey
 from cluster.access.principal import ANYBODY, Principal
 from cluster.answering.admission import NO_LIMITS, Asked, Limits, refusal
 from cluster.answering.choices import choices
-from cluster.answering.group import Group, Groups, LetGoError
+from cluster.answering.group import Group, Groups
 from cluster.answering.inbox import Inbox
 from cluster.answering.live_requests import LiveRequest, LiveRequests
 from cluster.answering.movable_sequence import MovableSequence
 from kernels_integration.errors import (
     AbortedError,
     DeadlineExceededError,
+    LetGoError,
     OverloadedError,
     UnavailableError,
 )

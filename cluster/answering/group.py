@@ -18,10 +18,6 @@ _LOOK_S = 0.02
 Deliver = Callable[[RequestUpdate | Exception], None]
 
 
-class LetGoError(UnavailableError):
-    """The group is drained, not lost: its sequences go on elsewhere, and nobody is to blame."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
     """Why a group takes no requests though it could."""

@@ -18,9 +18,9 @@ from actors.transport import request_channel
 from actors.transport.channel_keys import MemberKeys
 from actors.transport.request_channel import Abort, Goodbye, GroupBeat, Hello, Submit, Updates
 from actors.transport.silence import SilenceWatch
-from cluster.answering.group import Deliver, LetGoError
+from cluster.answering.group import Deliver
 from cluster.errors import from_code
-from kernels_integration.errors import UnavailableError
+from kernels_integration.errors import LetGoError, UnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from actors.requests import Request, RequestUpdate
 from actors.sampling_params import SamplingParams
 from cluster.answering.answering import MAX_MOVES, MAX_MOVES_IN_VAIN, Answering
-from cluster.answering.group import Drained, LetGoError
-from kernels_integration.errors import InvalidRequestError, UnavailableError
+from cluster.answering.group import Drained
+from kernels_integration.errors import InvalidRequestError, LetGoError, UnavailableError
 from tests.support.scripted_group import Script, ScriptedGroup, until, update
 
 LOST = UnavailableError("the group is lost")
