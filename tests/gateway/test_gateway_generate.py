@@ -48,9 +48,19 @@ def detail_of(error: grpc.aio.AioRpcError, kind: type):
 
 
 async def test_a_stream_is_delta_chunks_then_one_complete_with_totals(serve, stub_of):
-    group = ScriptedGroup()
+    was_read = [asyncio.Event(), asyncio.Event()]
+
+    def step_by_step(request):
+        first, second, last = echo(request)
+        return [first, was_read[0], second, was_read[1], last]
+
+    group = ScriptedGroup(step_by_step)
     stub = stub_of(await serve(group))
-    responses = await answer(stub, request(max_tokens=8))
+    responses = []
+    async for response in stub.Generate(request(max_tokens=8)):
+        for event in was_read[len(responses) : len(responses) + 1]:
+            event.set()
+        responses.append(response)
     assert [r.WhichOneof("response") for r in responses] == ["chunk", "chunk", "chunk", "complete"]
     chunks, complete = [r.chunk for r in responses[:-1]], responses[-1].complete
     assert [list(c.token_ids) for c in chunks] == [[10, 11, 12], [13, 10, 11], [12, 13]]

@@ -343,7 +343,7 @@ def test_what_is_not_ours_is_left_alone(batch: Batch) -> None:
                 path.unlink()
 
 
-def test_files_on_the_way_are_the_users_alone(batch: Batch) -> None:
+def test_files_are_the_users_alone(batch: Batch) -> None:
     modes: list[int] = []
 
     def answer(request: Request) -> Answer:
@@ -356,7 +356,7 @@ def test_files_on_the_way_are_the_users_alone(batch: Batch) -> None:
     finally:
         os.umask(before)
     assert modes == [0o600, 0o600]
-    assert stat.S_IMODE(batch.out.stat().st_mode) == 0o644
+    assert stat.S_IMODE(batch.out.stat().st_mode) == 0o600
 
 
 def test_the_journal_tells_which_run_has_answered_what(batch: Batch) -> None:
