@@ -144,6 +144,14 @@ class ModelConfig:
             index_dim=self.index_head_dim if self.has_indexer else 0,
         )
 
+    def kv_bytes_per_token(
+        self, num_speculative_tokens: int, kv_cache_dtype: str, indexer_kv_dtype: str | None = None
+    ) -> int:
+        """Bytes that a token takes on the shard that keeps it, all layers together."""
+        num_layers = self.num_hidden_layers + self.num_drafting_layers(num_speculative_tokens)
+        layout = self.kv_layout(kv_cache_dtype, indexer_kv_dtype)
+        return layout.bytes_per_token(num_layers, len(self.index_layers(num_layers)))
+
     def is_moe_layer(self, layer: int) -> bool:
         """MTP layers, numbered from num_hidden_layers on, always are."""
         return layer >= self.first_k_dense_replace

@@ -50,8 +50,8 @@ def resolve(args: EngineArgs) -> GroupConfig:
     dtype = "float32" if args.dtype == "auto" else args.dtype
     kv_cache_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     indexer_kv_dtype = _indexer_kv_dtype(args, model, kv_cache_dtype)
-    bytes_per_block = args.block_size * kv_bytes_per_token(
-        model, num_speculative_tokens, kv_cache_dtype, indexer_kv_dtype
+    bytes_per_block = args.block_size * model.kv_bytes_per_token(
+        num_speculative_tokens, kv_cache_dtype, indexer_kv_dtype
     )
     num_kv_blocks = _num_kv_blocks(args, bytes_per_block)
     if device == "cuda" and args.num_kv_blocks is None and args.kv_cache_memory_bytes is None:
@@ -88,18 +88,6 @@ def resolve(args: EngineArgs) -> GroupConfig:
     }
     same = {field.name for field in fields(GroupConfig)} & EngineArgs.model_fields.keys() - derived.keys()
     return GroupConfig(**derived, **{name: getattr(args, name) for name in same})
-
-
-def kv_bytes_per_token(
-    model: ModelConfig, num_speculative_tokens: int, kv_cache_dtype: str, indexer_kv_dtype: str | None = None
-) -> int:
-    """Bytes that a token takes on the shard that keeps it, all layers together.
-
-    indexer_kv_dtype None: what goes with kv_cache_dtype.
-    """
-    num_layers = model.num_hidden_layers + model.num_drafting_layers(num_speculative_tokens)
-    layout = model.kv_layout(kv_cache_dtype, indexer_kv_dtype)
-    return layout.bytes_per_token(num_layers, len(model.index_layers(num_layers)))
 
 
 def count_mtp_modules(model: ModelConfig, names: Iterable[str]) -> int:

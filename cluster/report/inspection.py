@@ -26,7 +26,7 @@ from actors.model.tensors import (
     repeated_tensors,
 )
 from actors.model.weights import WeightReader
-from cluster.config.resolve import count_mtp_modules, default_speculative_tokens, kv_bytes_per_token
+from cluster.config.resolve import count_mtp_modules, default_speculative_tokens
 from cluster.config.sizes import format_size
 from cluster.frontend.front_end import ModelFrontend
 from cluster.report.load_report import describe_load
@@ -268,7 +268,7 @@ def _shard_facts(
         num_mtp_layers=num_mtp_modules,
         expert_parallel=expert_parallel,
     )
-    per_token = kv_bytes_per_token(config, num_mtp_modules, kv_cache_dtype, indexer_kv_dtype)
+    per_token = config.kv_bytes_per_token(num_mtp_modules, kv_cache_dtype, indexer_kv_dtype)
     key_dtype = config.kv_layout(kv_cache_dtype, indexer_kv_dtype).indexer_kv_dtype
     num_tokens = None
     if memory_bytes is not None:

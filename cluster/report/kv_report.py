@@ -2,7 +2,6 @@
 
 from actors.config import GroupConfig
 from actors.model.config import ModelConfig
-from cluster.config.resolve import kv_bytes_per_token
 
 
 def group_kv_bytes_per_token(config: GroupConfig) -> int:
@@ -11,8 +10,8 @@ def group_kv_bytes_per_token(config: GroupConfig) -> int:
     Errors: CheckpointError.
     """
     model = ModelConfig.from_pretrained(config.model_path)
-    return kv_bytes_per_token(
-        model, config.num_speculative_tokens, config.kv_cache_dtype, config.indexer_kv_dtype
+    return model.kv_bytes_per_token(
+        config.num_speculative_tokens, config.kv_cache_dtype, config.indexer_kv_dtype
     )
 
 

@@ -9,7 +9,6 @@ from transformers import AutoConfig
 
 from actors.model.config import ModelConfig
 from actors.model.tensors import parameter_counts
-from cluster.config.resolve import kv_bytes_per_token
 
 PAGE = (Path(__file__).parents[3] / "docs" / "sizing.md").read_text()
 TYPES = {"DeepSeek-V3": "deepseek_v3", "DeepSeek-V3.2": "deepseek_v32", "GLM-5": "glm_moe_dsa"}
@@ -25,7 +24,7 @@ def _row(name: str, model: ModelConfig) -> str:
     counts = parameter_counts(model)
     billions = [f"{n / 1e9:.1f} billion" for n in (counts.main, counts.main + counts.mtp, counts.active)]
     weights = f"{2 * (counts.main + counts.mtp) / 2**30:.1f} GiB"
-    kv = [f"{kv_bytes_per_token(model, 1, dtype)} B" for dtype in ("float32", "bfloat16", "fp8_ds_mla")]
+    kv = [f"{model.kv_bytes_per_token(1, dtype)} B" for dtype in ("float32", "bfloat16", "fp8_ds_mla")]
     return f"| {' | '.join([name, *billions, weights, *kv])} |"
 
 
@@ -38,7 +37,7 @@ def test_the_worked_example_adds_up(tmp_path: Path) -> None:
     model = _model("GLM-5", tmp_path)
     counts = parameter_counts(model)
     tokens, weights = 16 * 131072, 2 * (counts.main + counts.mtp)
-    kv = tokens * kv_bytes_per_token(model, 1, "fp8_ds_mla")
+    kv = tokens * model.kv_bytes_per_token(1, "fp8_ds_mla")
     assert f"{tokens / 1e6:.1f} million, which take {kv / 1e9:.0f} GB of KV" in PAGE
     assert f"in bfloat16: {weights / 1e12:.1f} TB" in PAGE
     for num_shards, words in ((16, "{} GB of weights and {} GB of KV each"), (8, "shards: {} GB and {} GB")):
@@ -48,5 +47,5 @@ def test_the_worked_example_adds_up(tmp_path: Path) -> None:
 
 
 def test_a_million_tokens(tmp_path: Path) -> None:
-    kv = 1e6 * kv_bytes_per_token(_model("DeepSeek-V3.2", tmp_path), 1, "fp8_ds_mla")
+    kv = 1e6 * _model("DeepSeek-V3.2", tmp_path).kv_bytes_per_token(1, "fp8_ds_mla")
     assert f"in `fp8_ds_mla` are {kv / 1e9:.1f} GB" in PAGE
