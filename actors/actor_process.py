@@ -51,6 +51,10 @@ class ActorProcess:
         """Do not outlive Ray's control process."""
         end_with_gcs(patience_s)
 
+    def warm(self) -> Node:
+        """Import what the work takes, so that it can begin at once. Where that is."""
+        return this_node()
+
     def free_port(self) -> int:
         """A TCP port of this node's address that nobody listens on now."""
         return free_port(ray.util.get_node_ip_address())

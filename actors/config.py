@@ -86,6 +86,8 @@ class GroupConfig:
     """How long the start waits for room in a cluster."""
     recovery_timeout_s: float = 300.0
     """How long the start of new ones may wait for a node, a process or the next tensor."""
+    num_spares: int = 0
+    """Processes that wait to take a lost one's place: so many shards on each node, and coordinators."""
     check_plans: bool = False
     """Validate every plan of every pass: for debugging."""
     trace: bool = False

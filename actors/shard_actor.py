@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from actors.actor_process import ActorProcess
+from actors.actor_process import ActorProcess, Node, this_node
 from actors.model.load_progress import LoadProgress, LoadState
 from actors.model_location import to_local
 from actors.shard_spec import ShardSpec
@@ -24,6 +24,13 @@ class ShardActor(ActorProcess):
     def __init__(self) -> None:
         self._loop: ShardLoop | None = None
         self._load_progress = LoadProgress()
+
+    def warm(self) -> Node:
+        """As ActorProcess.warm: torch alone takes seconds."""
+        from actors.shard.build import build_shard  # noqa: F401
+        from actors.shard_loop import ShardLoop  # noqa: F401
+
+        return this_node()
 
     def can_share_memory(self) -> bool:
         """Whether shards on this node may talk through shared memory."""

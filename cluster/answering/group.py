@@ -92,7 +92,7 @@ class Groups:
     @property
     def healthy(self) -> bool:
         """One of them can produce a token of a new request now."""
-        return any(map(self._is_open, self._members))
+        return any(map(self.is_open, self._members))
 
     def drain(self, group: Group, drained: Drained) -> None:
         """It takes no sequences from now on; those that it has run on."""
@@ -117,7 +117,8 @@ class Groups:
         drained = self._drained.get(group)
         return group.message if drained is None else drained.reason
 
-    def _is_open(self, group: Group) -> bool:
+    def is_open(self, group: Group) -> bool:
+        """It takes new requests."""
         return group.healthy and group not in self._drained
 
     def _is_awaited(self, group: Group) -> bool:
@@ -132,7 +133,7 @@ class Groups:
         unhealthy = [
             f"group {number}: {self.message_of(group)}"
             for number, group in enumerate(self._members)
-            if not self._is_open(group)
+            if not self.is_open(group)
         ]
         return "; ".join(unhealthy) if unhealthy else self._members[0].message
 
@@ -143,7 +144,7 @@ class Groups:
         """
         if len(self._members) == 1 and weights is None:
             [only] = self._members
-            if not self._is_open(only):
+            if not self.is_open(only):
                 raise UnavailableError(self.message)
             return only
         beginnings = beginnings_of(request.prompt_token_ids, request.cache_salt)
@@ -163,7 +164,7 @@ class Groups:
             seen.clear()
         queue = self._queues[group].snapshot(stats)
         return GroupSnapshot(
-            healthy=self._is_open(group) and self._fits(group, weights),
+            healthy=self.is_open(group) and self._fits(group, weights),
             num_own=self._num_sequences[group],
             # as if the others had sent as many each: together they would overrun a group that all like
             num_reported=stats.running + stats.waiting + queue.num_sent * queue.num_front_ends,
@@ -200,5 +201,5 @@ class Groups:
         return [
             self._queues[group].snapshot(group.stats)
             for group in self._members
-            if self._is_open(group) and group.stats is not None
+            if self.is_open(group) and group.stats is not None
         ]

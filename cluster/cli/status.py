@@ -167,4 +167,7 @@ def _watch(client: Any, seconds: float, before: list[GroupStats | None], *, as_j
 
 
 def _health_text(healthy: bool, message: str) -> str:
-    return "serving" if healthy else f"not serving: {message}"
+    """A server that serves tells of the groups that do not."""
+    if not healthy:
+        return f"not serving: {message}"
+    return "serving" if message in ("", "ready") else f"serving; {message}"

@@ -393,6 +393,14 @@ class EngineArgs(SettingsModel):
             group="Ray",
         ),
     ] = 30.0
+    num_spares: Annotated[
+        CountOrZero,
+        Setting(
+            "Processes that have started and wait to take a lost one's place at once: so many for the "
+            "coordinator and for the shards of each node. Each takes memory, but no CPU.",
+            group="Ray",
+        ),
+    ] = 0
     address: Annotated[
         Text | None,
         Setting(

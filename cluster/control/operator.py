@@ -131,12 +131,16 @@ class Operator:
 
     def _drain(self, numbers: Sequence[int], drain_s: float | None, say: Progress) -> None:
         for number in numbers:
-            reason = f"it is drained; `latentray undrain {number}` lets it serve again"
-            self._tell("drain_group", number, reason, False)
+            self._close(number)
             self._drained.add(number)
         for number in numbers:
             self._empty(number, drain_s, say, may_move=bool(self._twins(number)))
             say(f"group {number}: drained: nothing runs there, and no new request comes")
+
+    def _close(self, number: int) -> None:
+        """Until an operator opens it."""
+        reason = f"it is drained; `latentray undrain {number}` lets it serve again"
+        self._tell("drain_group", number, reason, False)
 
     def _undrain(self, numbers: Iterable[int], say: Progress) -> None:
         for number in numbers:
@@ -197,9 +201,11 @@ class Operator:
                 self._start_again(number, config, weights, say)
                 self._await_heard(number)
             finally:
-                if number not in self._drained:
+                if number in self._drained:
+                    self._close(number)
+                else:
                     self._tell("undrain_group", number)
-            say(f"group {number}: serving")
+            say(f"group {number}: {'ready, and drained as before' if number in self._drained else 'serving'}")
 
     def _start_again(
         self, number: int, config: GroupConfig | None, weights: int | None, say: Progress
@@ -215,7 +221,7 @@ class Operator:
         self._tell("set_weights", number, weights)
         try:
             group.restart(tell, config)
-        except LatentrayError as error:
+        except (LatentrayError, ray.exceptions.RayError) as error:
             tell(f"it did not start ({error}); it goes back to what it served")
             self._tell("set_weights", number, self._weights[number])
             group.restart(tell, before)

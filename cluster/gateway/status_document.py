@@ -69,12 +69,13 @@ class StatusDocument:
 
     def _group(self, number: int, group: Group) -> dict[str, Any]:
         """stats: null before the first heartbeat."""
-        stats = group.stats
+        stats, groups = group.stats, self._answering.groups
         return {
             "number": number,
+            "takes_requests": groups.is_open(group),
             "healthy": group.healthy,
             "recovering": group.is_recovering,
-            "message": "" if group.healthy else group.message,
+            "message": "" if groups.is_open(group) else groups.message_of(group),
             "tokens_per_s": round(self._loads.tokens_per_second(group), 1),
             "stats": None if stats is None else _figures(stats),
         }

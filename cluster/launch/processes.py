@@ -35,10 +35,12 @@ class Processes:
         self._bundles = list(bundles)
         self._room = placement.reserve(bundles, name=self._group, timeout_s=timeout_s, progress=progress)
 
-    def spawn(self, actor_class: Any, bundle: int, title: str, *, num_threads: int) -> Any:
+    def spawn(
+        self, actor_class: Any, bundle: int, title: str, *, num_threads: int, num_cpus: float = 1
+    ) -> Any:
         """Start one in its bundle; it answers later."""
         name = f"{self._group}/{title}"
-        actor = create(actor_class, self.room, bundle, name=name, num_threads=num_threads)
+        actor = create(actor_class, self.room, bundle, name=name, num_threads=num_threads, num_cpus=num_cpus)
         self.running.append(actor)
         return actor
 

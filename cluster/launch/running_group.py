@@ -25,6 +25,7 @@ from cluster.launch.followers import Followers
 from cluster.launch.members import Member
 from cluster.launch.processes import Processes
 from cluster.launch.ray_session import RaySession
+from cluster.launch.spares import Spares
 from cluster.launch.supervisor import Supervisor
 from cluster.launch.waiting import Progress, answer, wait_for
 from cluster.report.kv_report import describe_kv_cache
@@ -76,6 +77,7 @@ class RunningGroup:
         self._progress = progress
         self._num_threads = num_threads
         self._step_address = ""
+        self._spares = Spares(config.num_spares, spawn=self._spawn_spare, end=self.processes.end)
         self._supervisor: Supervisor | None = None
         self._stop_lock = threading.Lock()
         self._is_stopped = False
@@ -142,6 +144,7 @@ class RunningGroup:
             epoch = max(epoch, supervisor.epoch + 1)
         self._supervisor, self._restarts_from = None, epoch
         self._end_runs()
+        self._spares.forget()
         self.processes.end_all()
         self._is_restarting, self._progress = False, progress
         if config is not None:
@@ -228,13 +231,33 @@ class RunningGroup:
         gone = {
             rank: shard.bundle for rank, shard in enumerate(self.shards) if not self._end_unless_idle(shard)
         }
-        if gone:
-            titles = {bundle: f"epoch {epoch} process {bundle - 1}" for bundle in gone.values()}
-            what = f"{len(gone)} of {len(self.shards)} shards' processes to start"
-            found = self._start_again(ShardActor, titles, what, num_threads=self._num_threads)
-            for (rank, bundle), (actor, node) in zip(gone.items(), found, strict=True):
-                self.shards[rank] = self._member(f"shard {rank}", actor, node, bundle=bundle, epoch=epoch)
+        self._replace_shards(gone, epoch)
         self._load(epoch, self._config.recovery_timeout_s)
+        self._refill_spares()
+
+    def _replace_shards(self, gone: Mapping[int, int], epoch: int) -> None:
+        """By spares where there are some, else by new processes. gone: bundles by rank."""
+        spares = {rank: self._spares.take(ShardActor, self.shards[rank].node) for rank in gone}
+        found = {rank: spare for rank, spare in spares.items() if spare is not None}
+        missing = {rank: bundle for rank, bundle in gone.items() if rank not in found}
+        if missing:
+            titles = {bundle: f"epoch {epoch} process {bundle - 1}" for bundle in missing.values()}
+            what = f"{len(missing)} of {len(self.shards)} shards' processes to start"
+            started = self._start_again(ShardActor, titles, what, num_threads=self._num_threads)
+            found |= dict(zip(missing, started, strict=True))
+        for rank, (actor, node) in found.items():
+            self.shards[rank] = self._member(f"shard {rank}", actor, node, bundle=gone[rank], epoch=epoch)
+
+    def _spawn_spare(self, actor_class: Any, bundle: int, title: str) -> Any:
+        """Without a CPU: it takes over the place of one that had it."""
+        num_threads = self._num_threads if actor_class is ShardActor else 1
+        return self.processes.spawn(actor_class, bundle, title, num_threads=num_threads, num_cpus=0)
+
+    def _refill_spares(self) -> None:
+        assert self.coordinator is not None, "it runs"
+        by_node = {shard.node.node_id: (ShardActor, shard.bundle, shard.node) for shard in self.shards}
+        coordinator = (CoordinatorActor, self.coordinator.bundle, self.coordinator.node)
+        self._spares.refill([coordinator, *by_node.values()])
 
     def _start_again(
         self, actor_class: Any, titles: Mapping[int, str], what: str, *, num_threads: int
@@ -289,12 +312,11 @@ class RunningGroup:
         """
         assert self.coordinator is not None, "there was one"
         self.processes.end(self.coordinator.actor)
-        [(actor, node)] = self._start_again(
-            CoordinatorActor,
-            {0: _coordinator_title(epoch)},
-            "the next coordinator's process to start",
-            num_threads=1,
-        )
+        found = self._spares.take(CoordinatorActor, self.coordinator.node)
+        if found is None:
+            title, what = _coordinator_title(epoch), "the next coordinator's process to start"
+            [found] = self._start_again(CoordinatorActor, {0: title}, what, num_threads=1)
+        actor, node = found
         self._open_coordinator(actor, node, epoch=epoch, recovers=cause)
 
     def tell_lost(self, reason: str) -> None:
@@ -317,6 +339,7 @@ class RunningGroup:
             timeout_s=self._config.recovery_timeout_s,
             epoch=epoch,
         )
+        self._refill_spares()
 
     def _tell_recovery(self, message: str) -> None:
         logger.info("%s: %s", self.name, message)

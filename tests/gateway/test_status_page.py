@@ -12,6 +12,7 @@ import pytest
 
 from actors.requests import Request
 from actors.stats import GroupStats
+from cluster.answering.group import Drained
 from cluster.gateway import GatewayServer
 from kernels_integration.errors import PoisonRequestError
 from tests.support.scripted_group import Script, ScriptedGroup, echo
@@ -84,6 +85,18 @@ async def test_the_document_tells_of_every_group_and_of_failures_without_texts(s
     [failure] = status["failures"]
     assert (failure["code"], failure["request_id"]) == ("poison_request", HOSTILE_ID)
     assert "Hi" not in json.dumps(status["failures"])
+
+
+async def test_a_drained_group_is_told_with_what_ends_it(serve: Serve) -> None:
+    server = await serve(ScriptedGroup(), http_port=0)
+    [group] = server.groups
+    server.groups.drain(group, Drained(reason="it is drained; undrain it"))
+    async with aiohttp.ClientSession() as session, session.get(_url(server, "/status.json")) as answer:
+        status = await answer.json()
+    assert not status["server"]["serving"]
+    [told] = status["groups"]
+    assert (told["takes_requests"], told["healthy"]) == (False, True)
+    assert told["message"] == "it is drained; undrain it"
 
 
 async def test_the_newest_failures_are_kept_and_a_client_that_leaves_is_none(serve: Serve) -> None:

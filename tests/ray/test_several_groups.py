@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from safetensors.torch import load_file, save_file
 
 from cluster.client import AsyncClient
@@ -34,6 +35,7 @@ def server() -> Iterator[RunningServer]:
         max_model_len=512,
         num_kv_blocks=160,
         max_restarts=1,
+        num_spares=1,
     )
     with start_server(args) as server:
         yield server
@@ -60,6 +62,13 @@ def pids_of(server: RunningServer, group: int) -> dict[str, int]:
     return {name: pid for name, pid in server.process_ids().items() if name.startswith(f"group {group} ")}
 
 
+def spares_of(server: RunningServer, group: int) -> set[int]:
+    """The processes of those that wait, once all have started."""
+    return {
+        node.pid for node in ray.get([warm for _, _, warm, _ in server.groups[group]._group._spares._waiting])
+    }
+
+
 async def test_streams_outlive_a_coordinator_then_its_whole_group(server: RunningServer) -> None:
     async with AsyncClient(server.address, decode=False) as client:
         undisturbed = await answers(client)
@@ -72,6 +81,8 @@ async def test_streams_outlive_a_coordinator_then_its_whole_group(server: Runnin
             assert set(pids) == {"group 1 coordinator", "group 1 shard 0"}
             live = asyncio.create_task(answers(client, told))
             await eventually(lambda told=told: len(told) > 200, 30)  # type: ignore[misc]
+            spares = await asyncio.to_thread(spares_of, server, 1)
+            assert len(spares) == 2, "a coordinator and a shard"
             for victim in victims:
                 os.kill(pids[victim], signal.SIGKILL)
             assert await live == undisturbed
@@ -80,6 +91,7 @@ async def test_streams_outlive_a_coordinator_then_its_whole_group(server: Runnin
                 async with asyncio.timeout(30):  # the gateway has gone over to the next coordinator
                     while (await client.loads())[1].stats.epoch != 1:  # type: ignore[union-attr]
                         await asyncio.sleep(0.1)
+                assert server.groups[1].placement["group 1 coordinator"].pid in spares
         await eventually(lambda: server.groups[1].failure is not None, 20)
         assert server.failure is None, "one group is left"
         assert not any(map(is_alive, pids.values()))

@@ -267,3 +267,12 @@ async def test_a_stream_ends_with_the_weights_that_it_began_with(num_told: int) 
         assert not new.requests, "tokens of two models would be no answer of either"
     else:
         assert tokens_of(await collect(answering, request())) == list(range(6))
+
+
+def test_a_drained_group_says_why_while_the_others_serve() -> None:
+    first, second = ScriptedGroup(), ScriptedGroup()
+    groups = Answering([first, second]).groups
+    groups.drain(second, Drained(reason="it is drained; `latentray undrain 1` lets it serve again"))
+    assert groups.healthy
+    assert (groups.is_open(first), groups.is_open(second)) == (True, False)
+    assert groups.message == "group 1: it is drained; `latentray undrain 1` lets it serve again"
