@@ -350,6 +350,7 @@ FRAGMENTS = [
 ]
 
 
+@pytest.mark.slow
 @given(data=st.data(), form=st.sampled_from(list(FORMS)), opened=st.booleans(), thinks=st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_random_texts_give_the_same_however_they_are_cut(

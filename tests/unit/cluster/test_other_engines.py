@@ -77,6 +77,7 @@ _SETTINGS = declared(ServeArgs)
 _OWN = {setting.flag for setting in _SETTINGS.values()} | {s.short for s in _SETTINGS.values() if s.short}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", sorted({*VLLM_SHORT, *(f"--{name}" for name in (*VLLM, *SGLANG))}))
 def test_each_is_taken_or_told_what_stands_for_it(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     if flag in _OWN:

@@ -1,5 +1,6 @@
 """The choice among groups."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ SNAPSHOTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(SNAPSHOTS, max_size=6))
 def test_the_choice_is_healthy_near_the_least_load_and_knows_most(groups: list[GroupSnapshot]) -> None:
     chosen = best_group(groups)

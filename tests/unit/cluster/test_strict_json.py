@@ -17,6 +17,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), VALUES, max_size=5))
 def test_every_object_is_read_as_it_was_written(value: dict[str, Any]) -> None:
     assert json_object(json.dumps(value), what="it", field="body") == value

@@ -68,6 +68,7 @@ def test_its_thread_ends_with_the_lane() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_python_may_end_while_a_call_that_was_given_up_runs() -> None:
     """Its thread must not come back into a Python that is gone: that aborts the process."""
     code = """

@@ -28,6 +28,7 @@ print("served")
 """
 
 
+@pytest.mark.slow
 def test_grammars_need_neither_transformers_nor_triton() -> None:
     root = Path(__file__).parents[3]
     found = subprocess.run(
