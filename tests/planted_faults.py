@@ -1,4 +1,4 @@
-"""Whether the tests would notice: thirty faults, planted one at a time, each of which some test must catch.
+"""Whether the tests would notice: faults, planted one at a time, each of which some test must catch.
 
     python -m tests.planted_faults [--only WORD]
 
@@ -103,6 +103,13 @@ FAULTS = (
         "if ahead.min_tokens else num_tokens - 1",
         "if ahead.min_tokens else num_tokens",
         COORDINATOR,
+    ),
+    Fault(
+        "forget the state before a chunk of a prefix hit",
+        "actors/shard/prompt_fill.py",
+        "firsts = np.where(is_carried, starts, starts + 1)",
+        "firsts = np.where(is_carried & (rows.readonly[chunks] == 0), starts, starts + 1)",
+        SHARD,
     ),
     Fault(
         "write into read-only rows",
