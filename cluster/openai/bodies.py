@@ -5,13 +5,16 @@ unless its value asks for nothing ("best_of": 1, "stream": false).
 """
 
 import json
+from collections import deque
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
+from actors.parameter_kinds import is_text
 from cluster.frontend.front_end import ModelFrontend
+from cluster.frontend.token_checks import require_text
 from cluster.openai.chat_body import ChatBody
 from cluster.openai.completions_body import CompletionsBody
 from cluster.openai.responses_body import ResponsesBody
@@ -113,6 +116,7 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
         kind, rule = NO_EFFECT[name]
         if not isinstance(value, kind):
             raise InvalidRequestError(f"{name} is {shown(value)}; it must be {rule}", field=name)
+    _require_texts(body)
     try:
         found = cls.model_validate(dict(body))
     except ValidationError as error:
@@ -133,6 +137,30 @@ def parse_body(url: str, body: Mapping[str, Any], *, may_stream: bool = False) -
             field="stream_options",
         )
     return found
+
+
+def _require_texts(body: Mapping[str, Any]) -> None:
+    """Errors: InvalidRequestError for half of a surrogate pair, wherever it stands: also what no model reads
+    may be told again, and could not be written."""
+    waiting: deque[tuple[tuple[int | str, ...], Any]] = deque([((), body)])
+    while waiting:
+        loc, value = waiting.popleft()
+        if isinstance(value, str):
+            require_text(value, _path(loc))
+        elif isinstance(value, Mapping):
+            if not all(map(is_text, value)):
+                path = _path(loc) or "body"
+                raise InvalidRequestError(
+                    f"{path} holds a name with half of a surrogate pair; names must be text that UTF-8 can "
+                    "carry: send whole characters",
+                    field=path,
+                )
+            waiting.extend(((*loc, name), one) for name, one in value.items() if isinstance(one, _HOLD_TEXT))
+        else:
+            waiting.extend(((*loc, i), one) for i, one in enumerate(value) if isinstance(one, _HOLD_TEXT))
+
+
+_HOLD_TEXT = (str, Mapping, list)
 
 
 def check_model(model: object, frontend: ModelFrontend) -> None:

@@ -178,6 +178,18 @@ USER = {"role": "user", "content": "Hi"}
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "letters"),
         ({"n": 2}, "n", "not supported"),
+        ({"input": "\ud800"}, "input", "input holds '\\ud800' at character 0"),
+        (
+            {"tools": [{"type": "function", "name": "f", "description": "\ud800"}]},
+            "tools[0].description",
+            "half",
+        ),
+        ({"metadata": {"a": "\ud800"}, "stream": True}, "metadata.a", "half of a surrogate pair"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "\ud800", "schema": {}}}, "stream": True},
+            "text.format.name",
+            "half of a surrogate pair",
+        ),
         ({"model": "gpt-4"}, "model", "tiny"),
     ],
 )
