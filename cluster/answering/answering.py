@@ -135,12 +135,12 @@ class Answering:
     ) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
         """As `answer`, of several requests that one call asks for: (whose, an update of it)."""
         live.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.live.require_room(live, sum(request.params.n for request in requests))  # before any is made
         sequences = [
             MovableSequence(choice, position)
             for position, request in enumerate(requests)
             for choice in choices(replace(request, tenant=live.tenant) if live.tenant else request)
         ]
-        self.live.require_room(live, len(sequences))
         self._require_admission(live, [sequence.request for sequence in sequences])
         running: dict[SequenceKey, MovableSequence] = {}
         inbox = Inbox()

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 
 from cluster.access.principal import ANYBODY, Principal
 from cluster.answering.group import Group
-from kernels_integration.errors import DuplicateRequestError, LatentrayError, OverloadedError
+from kernels_integration.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    LatentrayError,
+    OverloadedError,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,9 +87,18 @@ class LiveRequests:
         return live
 
     def require_room(self, live: LiveRequest, num_sequences: int) -> None:
-        """Count its sequences. Errors: OverloadedError where the client then has too many."""
+        """Count its sequences.
+
+        Errors: OverloadedError where the client then has too many; InvalidRequestError where they alone are.
+        """
         limit = self._max_sequences_per_client
         if live.client and limit is not None:
+            if num_sequences > limit:
+                raise InvalidRequestError(
+                    f"n asks for {num_sequences} sequences in all; a client may have {limit} at once: "
+                    "lower n, or send fewer prompts in a request",
+                    field="n",
+                )
             num_held = self._num_sequences[live.client]
             if num_held + num_sequences > limit:
                 raise OverloadedError(

@@ -33,6 +33,11 @@ class BodyReader:
             raise web.HTTPUnsupportedMediaType(
                 reason=f"Content-Type is {shown(http.content_type)}; it must be application/json"
             )
+        encoding = http.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise web.HTTPUnsupportedMediaType(
+                reason=f"Content-Encoding is {shown(encoding)}; send the body as it is, without one"
+            )
         if (http.content_length or 0) > self._max_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_bytes, http.content_length or 0)
         return json_object(await self._read(http), what="the body", field="body")

@@ -85,6 +85,7 @@ class HttpServer:
             logger=PROTOCOL_LOG,
             access_log=None,  # requests have a line of their own, with what they cost
             handler_cancellation=True,
+            auto_decompress=False,  # a small body could hold the loop for seconds
             shutdown_timeout=_CLOSE_GRACE_S,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,

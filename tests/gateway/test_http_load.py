@@ -1,6 +1,7 @@
 """Many, slow and hostile clients: they are refused or served, nothing of them stays, and gRPC goes on."""
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from actors.requests import Request
 from benchmarks import http_load
+from cluster.answering import answering
+from cluster.answering.choices import choices
 from cluster.gateway import GatewayServer
 from cluster.http import completions, request_body
 from cluster.http import server as http_server
@@ -182,7 +185,7 @@ async def test_floods_of_headers_are_refused(serve: Serve) -> None:
     [
         (b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: the best\r\n\r\n", 417),
         (b"POST /v1/none HTTP/1.1\r\nHost: x\r\nExpect: the best\r\n\r\n", 417),
-        (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", 415),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
         (HEAD + b"Content-Length: -1\r\n\r\n", 400),
     ],
@@ -241,6 +244,38 @@ async def test_bodies_of_the_largest_size(serve: Serve, monkeypatch: pytest.Monk
         writer.transport.abort()
     await until(lambda: bodies._num_held == 0)
     assert await is_served(server)
+
+
+async def test_a_small_body_that_would_grow_is_refused_unread(serve: Serve) -> None:
+    """A body that is packed takes the loop's time, however little of it may come."""
+    server = await serve(ScriptedGroup(echo), http_port=0)
+    body = gzip.compress(json.dumps({"prompt": "a" * 2**10, "max_tokens": 1}).encode())
+    status, answer, _ = await post(server, "/v1/completions", body, **{"Content-Encoding": "gzip"})
+    assert (status, "Content-Encoding is 'gzip'" in answer["error"]["message"]) == (415, True)
+    status, _, _ = await post(
+        server, "/v1/completions", {"prompt": [5], "max_tokens": 1}, **{"Content-Encoding": "identity"}
+    )
+    assert status == 200
+
+
+async def test_sequences_that_no_client_may_have_are_refused_before_any_is_made(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1024 prompts of 128 answers each are some bytes a prompt to send, and no 429: later is no better."""
+    made: list[Request] = []
+
+    def counted(request: Request) -> tuple[Request, ...]:
+        made.append(request)
+        return choices(request)
+
+    monkeypatch.setattr(answering, "choices", counted)
+    group = ScriptedGroup(echo)
+    server = await serve(group, http_port=0)
+    body = {"prompt": [[5]] * 1024, "n": 128, "max_tokens": 1}
+    status, answer, _ = await post(server, "/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert "n asks for 131072 sequences in all; a client may have 1024 at once" in answer["error"]["message"]
+    assert (made, group.requests) == ([], [])
 
 
 async def test_connections_beyond_the_limit_are_refused_at_once(
