@@ -14,7 +14,7 @@ from tests.support.cli_process import ROOT, SMALL, command
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.ray_head import RayCluster, ray_head
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow, pytest.mark.alone]
 
 WITNESSES = {
     "driver": "cluster/__main__.py",
