@@ -11,6 +11,7 @@ from cluster.chat.answer_grammar import held_answer
 from cluster.chat.answer_reader import AnswerReader
 from cluster.chat.reasoning import END_OF_PROMPT, opens_thoughts
 from cluster.frontend.front_end import ModelFrontend
+from cluster.frontend.json_schema import passed_over
 from cluster.openai.sampling_body import SamplingBody
 from cluster.openai.tools import checked_tools, demanded_tools, shows_tools
 from kernels_integration.errors import InvalidRequestError, shown
@@ -64,11 +65,25 @@ class ChatBody(SamplingBody):
         try:
             return [self.build_request(request_id, frontend, prompt, default_max_tokens=None, **own)]
         except InvalidRequestError as error:
-            if not demanded or error.field != "structured_outputs":
+            told = self._about_tools(error, demanded, frontend)
+            if told is error:
                 raise
-            raise InvalidRequestError(
-                f"tool_choice demands calls of tools: {error}", field="tools"
-            ) from error
+            raise told from error
+
+    def _about_tools(
+        self, error: InvalidRequestError, demanded: Sequence[Mapping[str, Any]], frontend: ModelFrontend
+    ) -> InvalidRequestError:
+        """The error; one about what the answer is held to is told of the tool that it comes from."""
+        constraint = self.constraint
+        if error.field != ("structured_outputs" if constraint is None else constraint.field):
+            return error
+        why = "tool_choice demands calls of tools: " if demanded else ""
+        for tool in demanded or self.shown_tools(frontend) or ():
+            if problem := passed_over(tool["function"].get("parameters")):
+                index = next(i for i, given in enumerate(self.tools) if given is tool)
+                field = f"tools[{index}].function.parameters"
+                return InvalidRequestError(f"{why}{field} cannot be enforced: {problem}", field=field)
+        return InvalidRequestError(f"{why}{error}", field="tools") if demanded else error
 
     def own_names(self) -> dict[str, str]:
         names = super().own_names() | {"prompt": "messages"}

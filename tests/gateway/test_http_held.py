@@ -100,5 +100,24 @@ async def test_what_cannot_be_held_is_named(client: openai.AsyncOpenAI) -> None:
     assert refused.value.param == "tool_choice"
     unheld = tool("f", x={"not": {"type": "string"}})
     with pytest.raises(openai.BadRequestError, match="tool_choice demands calls of tools") as refused:
-        await client.chat.completions.create(**asked, tools=[unheld])
+        await client.chat.completions.create(**asked, tools=[SWITCH, unheld])
+    assert refused.value.param == "tools[1].function.parameters"
+    assert "(at /properties/x)" in refused.value.message
+    asked["tool_choice"] = "auto"
+    with pytest.raises(openai.BadRequestError, match="not is not enforced") as refused:
+        await client.chat.completions.create(
+            **asked, tools=[SWITCH, unheld], response_format={"type": "json_object"}
+        )
+    assert refused.value.param == "tools[1].function.parameters"
+    with pytest.raises(openai.BadRequestError, match="not is not enforced") as refused:
+        await client.responses.create(
+            model="tiny",
+            input="How is the weather?",
+            tools=[{"type": "function"} | unheld["function"]],
+            tool_choice="required",
+        )
+    assert refused.value.param == "tools[0].parameters"
+    no_schema = tool("g", x=5)
+    with pytest.raises(openai.BadRequestError, match="tool_choice demands calls of tools") as refused:
+        await client.chat.completions.create(**asked | {"tool_choice": "required"}, tools=[no_schema])
     assert refused.value.param == "tools"
