@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
     from cluster.jobs.submission import Submission
+
+_PATIENCE_S = 60.0
+_AGAIN_S = 1.0
+_NOT_YET = "No available agent to submit job"
+"""Ray's words."""
 
 
 def submit(
@@ -105,15 +111,22 @@ def _client(address: str | None) -> "JobSubmissionClient":
 
 
 def _submitted(client: "JobSubmissionClient", submission: "Submission", submission_id: str | None) -> str:
-    try:
-        job_id: str = client.submit_job(
-            entrypoint=submission.entrypoint,
-            runtime_env=dict(submission.runtime_env),
-            submission_id=submission_id,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UnavailableError(f"the cluster has not taken the job: {error}") from error
-    return job_id
+    """A cluster that has just started may have no process yet that takes jobs: then again."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            job_id: str = client.submit_job(
+                entrypoint=submission.entrypoint,
+                runtime_env=dict(submission.runtime_env),
+                submission_id=submission_id,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if _NOT_YET not in str(error) or time.monotonic() >= deadline_s:
+                raise UnavailableError(f"the cluster has not taken the job: {error}") from error
+            _tell("waiting for the cluster to take jobs")
+            time.sleep(_AGAIN_S)
+        else:
+            return job_id
 
 
 @contextlib.contextmanager

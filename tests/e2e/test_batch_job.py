@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,11 +54,16 @@ def test_a_submitted_folder_needs_no_installation(ray_cluster: RayCluster, tmp_p
     ]
     (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     out = tmp_path / "out.jsonl"
-    done = ray_cluster.ray(
-        *("job", "submit", "--address", ray_cluster.dashboard, "--working-dir", ".", "--"),
-        *(sys.executable, "-m", "cluster", "batch", "-i", "in.jsonl", "-o", str(out), "-tp", "2", *SMALL),
-        cwd=folder,
-    )
+    deadline_s = time.monotonic() + 60
+    while True:
+        done = ray_cluster.ray(
+            *("job", "submit", "--address", ray_cluster.dashboard, "--working-dir", ".", "--"),
+            *(sys.executable, "-m", "cluster", "batch", "-i", "in.jsonl", "-o", str(out), "-tp", "2", *SMALL),
+            cwd=folder,
+        )
+        # A cluster that has just started takes no jobs yet.
+        if "No available agent" not in done.stderr or time.monotonic() > deadline_s:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     texts = [a["response"]["body"]["choices"][0]["message"]["content"] for a in answers]

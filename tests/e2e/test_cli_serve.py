@@ -71,8 +71,8 @@ def test_status_tells_that_it_serves(served: Served) -> None:
     table = run("status", "--server", served.address)
     assert f"{served.address}: serving" in table.stdout
     [(node, actors)] = status["engine"]["actors_by_node"].items()
-    assert actors == "coordinator, shards 0-1"
-    assert re.search(rf"^{re.escape(node)} +coordinator, shards 0-1$", table.stdout, re.MULTILINE)
+    assert actors == f"coordinator, gateway at {served.address}, shards 0-1"
+    assert re.search(rf"^{re.escape(node)} +{re.escape(actors)}$", table.stdout, re.MULTILINE)
 
 
 def test_generate_asks_the_server(served: Served) -> None:

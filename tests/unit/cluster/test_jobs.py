@@ -13,6 +13,7 @@ import pytest
 from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 from ray.job_submission import JobStatus
 
+from cluster.cli.submit import _submitted
 from cluster.jobs.follow import PATIENCE_S, JobEnd, follow
 from cluster.jobs.submission import Submission, plan_submission
 from kernels_integration.errors import ConfigError, UnavailableError
@@ -166,3 +167,23 @@ def test_a_cluster_that_stays_away_is_given_up() -> None:
     with pytest.raises(UnavailableError, match=r"out of reach for 600 s \(refused\).*ray job status job"):
         run_follow(Client([None], reachable=False), clock)
     assert PATIENCE_S < clock[0] < 2 * PATIENCE_S
+
+
+def test_a_cluster_that_takes_no_jobs_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.cli.submit.time.sleep", lambda seconds: None)
+    refusals = [
+        "Request failed with status code 500: No available agent to submit job, please try again later."
+    ]
+    refusals += refusals
+
+    def submit_job(**wanted: Any) -> str:
+        if refusals:
+            raise RuntimeError(refusals.pop())
+        return f"job of {wanted['entrypoint']}"
+
+    client: Any = SimpleNamespace(submit_job=submit_job)
+    submission = plan(*BATCH)
+    assert _submitted(client, submission, None) == f"job of {submission.entrypoint}"
+    refusals.append("Request failed with status code 500: it is full")
+    with pytest.raises(UnavailableError, match=r"has not taken the job: .* it is full"):
+        _submitted(client, submission, None)
