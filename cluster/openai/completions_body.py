@@ -76,7 +76,7 @@ class CompletionsBody(SamplingBody):
                     )
                 )
             except InvalidRequestError as error:
-                if len(prompts) == 1 or error.field != "prompt":
+                if prompts == [self.prompt] or error.field != "prompt":
                     raise
                 raise InvalidRequestError(f"prompt {index}: {error}", field=f"prompt[{index}]") from error
         return requests

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from actors.sampling_params import PARAMETERS
-from actors.structured_outputs import ConstraintKind, StructuredOutputs
-from kernels_integration.errors import InvalidRequestError, UnknownParameterError, shown
+from actors.structured_outputs import KINDS, ConstraintKind, StructuredOutputs
+from kernels_integration.errors import InvalidRequestError, UnknownParameterError, shortened, shown
 
 GUIDED: Mapping[str, ConstraintKind] = {
     "guided_json": "json",
@@ -38,7 +38,7 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
             constraint = _of_response_format(value)
             path = f"{field}.json_schema.schema" if value["type"] == "json_schema" else field
         elif field == "structured_outputs":
-            constraint = PARAMETERS[field].checked(value)
+            constraint = _of_structured_outputs(field, value)
             path = f"{field}.{constraint.kind}"
         else:
             constraint = _checked(field, GUIDED[field], value)
@@ -50,6 +50,21 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
             field=list(found)[1],
         )
     return next(iter(found.values()), None)
+
+
+def _of_structured_outputs(field: str, value: Any) -> StructuredOutputs:
+    """Errors: InvalidRequestError naming the kind where one is at fault."""
+    try:
+        found: StructuredOutputs = PARAMETERS[field].checked(value)
+    except InvalidRequestError as error:
+        given = [name for name, one in value.items() if one is not None] if isinstance(value, Mapping) else []
+        unknown = [name for name in given if name not in KINDS]
+        if unknown:
+            raise UnknownParameterError(str(error), field=f"{field}.{shortened(unknown[0])}") from error
+        if len(given) != 1:
+            raise
+        raise InvalidRequestError(str(error), field=f"{field}.{given[0]}") from error
+    return found
 
 
 def _of_response_format(value: Any) -> StructuredOutputs | None:
