@@ -3,6 +3,9 @@
 import asyncio
 import json
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +20,7 @@ from cluster.cli.submit import _submitted
 from cluster.jobs.follow import PATIENCE_S, JobEnd, follow
 from cluster.jobs.submission import Submission, plan_submission
 from kernels_integration.errors import ConfigError, UnavailableError
+from tests.support.cli_process import ROOT, environment
 
 COMMANDS = ("serve", "batch", "generate")
 BATCH = ("batch", "-i", "/data/in.jsonl", "-o", "/data/out file.jsonl", "-tp", "2")
@@ -187,3 +191,44 @@ def test_a_cluster_that_takes_no_jobs_yet_is_asked_again(monkeypatch: pytest.Mon
     refusals.append("Request failed with status code 500: it is full")
     with pytest.raises(UnavailableError, match=r"has not taken the job: .* it is full"):
         _submitted(client, submission, None)
+
+
+FOLLOWING = """
+import asyncio, sys
+from types import SimpleNamespace
+from cluster.cli import main, submit
+from cluster.jobs import follow
+
+async def endless(*_):
+    print("following", flush=True)
+    await asyncio.sleep(600)
+
+follow.follow = endless
+submit._client = lambda _: SimpleNamespace(submit_job=lambda **_: "job-1")
+sys.argv[1:] = ["submit", "--address", "http://127.0.0.1:1", "--", "batch", "-i", "/in", "-o", "/out"]
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.product(1)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_following_and_says_that_the_job_goes_on(number: signal.Signals) -> None:
+    following = subprocess.Popen(
+        [sys.executable, "-c", FOLLOWING],
+        env=environment(PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "following\n"
+        following.send_signal(number)
+        _, errors = following.communicate(timeout=60)
+    finally:
+        following.kill()
+    assert following.returncode == 128 + number, errors
+    assert "job job-1 goes on" in errors
+    assert "Traceback" not in errors
