@@ -1,6 +1,7 @@
 """A group whose shards lie on two nodes, over gloo, in network namespaces."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_streams_over_two_nodes_equal_those_of_one_rank(cluster: NetworkCluster)
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.product(1)
-@pytest.mark.parametrize("fault", ["kill", "cut"])
+@pytest.mark.parametrize("fault", ["kill", "cut", "raylet"])
 def test_a_lost_node_fails_live_requests_within_5_s(cluster: NetworkCluster, fault: str) -> None:
     driver = cluster.start(0, sys.executable, DRIVER, "watch")
     try:
@@ -49,8 +50,12 @@ def test_a_lost_node_fails_live_requests_within_5_s(cluster: NetworkCluster, fau
         assert json.loads(driver.stdout.readline()) == {"live": True}
         if fault == "kill":
             cluster.kill(1)
-        else:
+        elif fault == "cut":
             cluster.cut(1)
+        else:  # Ray's process of the node alone: the actors of the node end with it
+            listed = cluster.run(1, "ps", "-eo", "pid,args").stdout.splitlines()
+            [raylet] = [line.split()[0] for line in listed if re.search(r"/core/src/ray/\S*/?raylet ", line)]
+            cluster.run(1, "kill", "-9", raylet)
         output, _ = driver.communicate("now\n", timeout=120)
     finally:
         driver.kill()
