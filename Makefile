@@ -6,10 +6,9 @@ SMG_VERSION := 1.13.0
 # Its interpreter fails with a newer NumPy.
 TRITON_VERSION := 3.6.0
 CLIENTS := litellm==1.110.2 langchain-openai==1.7.4 schemathesis==4.32.5
-# Two cores are enough. File by file, as files share groups and servers; one worker more than cores where
-# servers are started, since who starts one mostly waits. What watches clocks then runs alone.
-BY_FILE := --dist loadfile --no-loadscope-reorder
-SPREAD := -n 3 $(BY_FILE)
+# Two workers for what only computes, file by file, as files share groups. What starts Ray and servers, or
+# watches clocks, then runs one at a time: beside each other on two cores they take as long, and fail.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 ALONE := -m alone tests
 # Tests start Python hundreds of times: each would compile all that it imports.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -65,7 +64,7 @@ test-all: setup-dev  ## the same with every case of every product (nightly)
 	$(PYTEST) --all-cases $(ALONE)
 
 test-fast: setup-dev  ## unit tests only: no Ray, no sockets
-	$(PYTEST) -n 2 $(BY_FILE) tests/unit -m "not slow and not alone"
+	$(PYTEST) $(SPREAD) tests/unit -m "not slow and not alone"
 
 test-gpu:  ## kernels on a GPU, with the python that has its torch: make test-gpu PYTHON=python3
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 8 -o addopts="-ra --strict-markers" tests/gpu

@@ -14,8 +14,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parents[1]
-WATCH_CLOCKS = "tests/unit/transport/"
-"""All tests of this folder need the machine to themselves; others carry the mark `alone`."""
+ONE_AT_A_TIME = ("tests/ray/", "tests/gateway/", "tests/unit/transport/")
+"""They start clusters and servers, or watch clocks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     for item in items:
-        if item.nodeid.startswith(WATCH_CLOCKS):
+        needs = any(item.get_closest_marker(name) for name in ("ray", "gateway"))
+        if needs or item.nodeid.startswith(ONE_AT_A_TIME):
             item.add_marker(pytest.mark.alone)
 
 
