@@ -83,6 +83,6 @@ async def test_without_xgrammar_a_form_is_refused_by_name(
             error = (await answer.json())["error"]
             assert answer.status == 400
         assert "pip install 'latentray[grammar]'" in error["message"]
-        assert error["param"] == "structured_outputs"
+        assert error["param"] == "response_format"
         async with session.post(url, json=body) as answer:
             assert answer.status == 200
