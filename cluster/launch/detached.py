@@ -65,9 +65,7 @@ class ServeActor:
 
     def start(self, args: ServeArgs) -> Deployment:
         """Errors: as start_server."""
-        if args.model == _BUNDLED:
-            args = args.model_copy(update={"model": str(BUNDLED_CHECKPOINT)})
-        server = start_server(args, progress=self._note)
+        server = start_server(_as_here(args), progress=self._note)
         start_logging(server.groups[0].logs, "serve")
         self._memory = describe_memory(server.config, server.memory())
         self._server = server
@@ -253,6 +251,13 @@ def _as_there(args: ServeArgs) -> ServeArgs:
     if changes["model"] == str(BUNDLED_CHECKPOINT):
         changes["model"] = _BUNDLED
     return args.model_copy(update=changes)
+
+
+def _as_here(args: ServeArgs) -> ServeArgs:
+    """The inverse. A function of its own: Ray ships an actor's methods with the driver's values in them."""
+    if args.model != _BUNDLED:
+        return args
+    return args.model_copy(update={"model": str(BUNDLED_CHECKPOINT)})
 
 
 _BUNDLED = "bundled"

@@ -79,7 +79,9 @@ def test_it_outlives_its_command_and_a_shard_and_ends_with_stop(head: RayCluster
     assert "a deployment named one runs" in done.stderr
     done = latentray(head, "status", *ray, "--json")
     assert done.returncode == 0, done.stderr
-    assert (json.loads(done.stdout)["server"], len(json.loads(done.stdout)["groups"])) == (server, 2)
+    status = json.loads(done.stdout)
+    assert (status["server"], len(status["groups"])) == (server, 2)
+    assert status["model"]["served_model_name"] == "tiny-dsa"
 
     before = shards()
     assert len(before) == 2
