@@ -94,7 +94,9 @@ async def router(serve, group, tmp_path) -> AsyncIterator[Router]:
     router = Router(port)
 
     def knows_the_model() -> bool:
+        """And has found the server healthy: before that it answers with 503."""
         try:
+            urllib.request.urlopen(f"{router.url}/readiness", timeout=1).close()
             with urllib.request.urlopen(f"{router.url}/v1/models", timeout=1) as answer:
                 return any(model["id"] == "tiny-dsa" for model in json.load(answer)["data"])
         except OSError:
