@@ -69,7 +69,7 @@ async def test_a_slow_grpc_reader_costs_little_and_delays_nobody(serve: Serve, s
         ids += response.chunk.token_ids
         num_messages += response.HasField("chunk")
     assert ids == [5 + number % 1000 for number in range(NUM_UPDATES)] + [4]
-    assert num_messages < NUM_UPDATES * 0.8, "what waited was merged"
+    assert num_messages < NUM_UPDATES / 2, "what waited was merged"
 
 
 async def test_a_slow_http_reader_costs_little_and_gets_everything(serve: Serve) -> None:
