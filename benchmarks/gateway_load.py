@@ -9,43 +9,19 @@ tokens as fast as the loop lets it; of a client that is behind they are merged, 
 
 import argparse
 import asyncio
-import multiprocessing
 import statistics
 import time
-from multiprocessing.connection import Connection
 
 import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from benchmarks import harness
-from benchmarks.http_latency import TICK_S, TickingGroup, over_grpc, serve
-from cluster.frontend.front_end import ModelFrontend
-from cluster.gateway import GatewayServer
+from benchmarks.http_latency import measure, over_grpc
+from benchmarks.ticking_gateway import TICK_S, ticking_gateway
 
 FAST_TICK_S = 0.001
-
-
-class FastGroup(TickingGroup):
-    """A token for each stream a thousand times a second, or as often as the loop gets to it."""
-
-    async def tick(self) -> None:
-        while True:
-            await asyncio.sleep(FAST_TICK_S)
-            self.give()
-
-
-def serve_fast(ports: Connection) -> None:
-    async def run() -> None:
-        config = harness.config(max_model_len=2048, kv_cache_memory_bytes="64M")
-        group = FastGroup()
-        frontend = ModelFrontend.of_group(config)
-        server = GatewayServer(groups=[group], config=config, frontend=frontend, port=0)  # type: ignore[list-item]
-        await server.start()
-        ports.send((server.address, None))
-        await group.tick()
-
-    asyncio.run(run())
+"""Or as often as the loop gets to it."""
 
 
 async def throughput(address: str, num_streams: int, seconds: float) -> tuple[float, float]:
@@ -81,42 +57,23 @@ async def throughput(address: str, num_streams: int, seconds: float) -> tuple[fl
     return num_messages / took_s, num_tokens / took_s
 
 
-async def latency(address: str, num_streams: int, num_tokens: int) -> list[float]:
-    lags: list[float] = []
-    await asyncio.gather(*(over_grpc(address, num_tokens, lags) for _ in range(num_streams)))
-    return sorted(lags)
-
-
-def started(target: object) -> tuple[multiprocessing.process.BaseProcess, str]:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=target, args=(theirs,), daemon=True)  # type: ignore[arg-type]
-    process.start()
-    return process, ours.recv()[0]
-
-
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 512])
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     flags: argparse.Namespace = parser.parse_args()
     print(harness.machine())
-    slow, slow_address = started(serve)
-    fast, fast_address = started(serve_fast)
     num_tokens = int(flags.seconds / TICK_S)
-    print(f"{'streams':>7} {'later by':>11} {'99%':>10} {'messages/s':>11} {'tokens/s':>9}")
-    try:
+    with ticking_gateway() as slow, ticking_gateway(FAST_TICK_S, max_model_len=2048) as fast:
+        print(f"{'streams':>7} {'later by':>11} {'99%':>10} {'messages/s':>11} {'tokens/s':>9}")
         for num_streams in flags.streams:
-            lags = asyncio.run(latency(slow_address, num_streams, num_tokens))
+            lags = asyncio.run(measure(over_grpc, slow.address, num_streams, num_tokens))
             late = lags[int(len(lags) * 0.99)]
-            messages, tokens = asyncio.run(throughput(fast_address, num_streams, flags.seconds))
+            messages, tokens = asyncio.run(throughput(fast.address, num_streams, flags.seconds))
             print(
                 f"{num_streams:7} {statistics.median(lags) * 1e3:8.2f} ms {late * 1e3:7.2f} ms "
                 f"{messages:11.0f} {tokens:9.0f}"
             )
-    finally:
-        for process in (slow, fast):
-            process.terminate()
-            process.join()
 
 
 if __name__ == "__main__":

@@ -11,84 +11,19 @@ import argparse
 import asyncio
 import itertools
 import json
-import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Coroutine
 
 import aiohttp
 import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from actors.requests import Request, RequestUpdate, SequenceKey
-from actors.stats import GroupStats
 from benchmarks import harness
-from cluster.answering.group import Deliver
-from cluster.frontend.front_end import ModelFrontend
-from cluster.gateway import GatewayServer
+from benchmarks.ticking_gateway import TICK_S, ticking_gateway
 
-TICK_S = 0.05
 Stream = Callable[[str, int, list[float]], Coroutine[None, None, None]]
-
-
-class TickingGroup:
-    """Implements what a gateway needs of a Group: a token for each sequence at each tick."""
-
-    def __init__(self) -> None:
-        self.healthy = True
-        self.message = ""
-        self.stats: GroupStats | None = GroupStats()
-        self.live: dict[SequenceKey, tuple[Request, Deliver, int]] = {}
-        """With the number of tokens that each has."""
-
-    def submit(self, request: Request, deliver: Deliver) -> None:
-        self.live[request.key] = (request, deliver, 0)
-
-    def abort(self, keys: Iterable[SequenceKey]) -> None:
-        for key in keys:
-            self.live.pop(key, None)
-
-    async def connect(self) -> None:
-        pass
-
-    async def tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S - time.monotonic() % TICK_S)
-            self.give()
-
-    def give(self) -> None:
-        """One token for each stream."""
-        for key, (request, deliver, done) in list(self.live.items()):
-            is_last = done + 1 == request.params.max_tokens
-            self.live[key] = (request, deliver, done + 1)
-            if is_last:
-                del self.live[key]
-            deliver(
-                RequestUpdate(
-                    request_id=key.request_id,
-                    incarnation=key.incarnation,
-                    index=key.index,
-                    token_ids=(500 + done,),
-                    finish_reason="length" if is_last else None,
-                    num_prompt_tokens=len(request.prompt_token_ids),
-                    num_completion_tokens=done + 1,
-                )
-            )
-
-
-def serve(ports: Connection) -> None:
-    async def run() -> None:
-        config = harness.config(max_model_len=1024, kv_cache_memory_bytes="64M")
-        group = TickingGroup()
-        frontend = ModelFrontend.of_group(config)
-        server = GatewayServer(groups=[group], config=config, frontend=frontend, port=0, http_port=0)  # type: ignore[list-item]
-        await server.start()
-        ports.send((server.address, server.http_port))
-        await group.tick()
-
-    asyncio.run(run())
 
 
 async def over_grpc(address: str, num_tokens: int, lags: list[float]) -> None:
@@ -122,14 +57,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=60, help="of each stream")
     flags: argparse.Namespace = parser.parse_args()
     print(harness.machine())
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
-    server.start()
-    try:
-        address, port = ours.recv()
+    with ticking_gateway() as gateway:
         ways: tuple[tuple[str, Stream, str], ...] = (
-            ("gRPC", over_grpc, address),
-            ("HTTP", over_http, f"http://127.0.0.1:{port}"),
+            ("gRPC", over_grpc, gateway.address),
+            ("HTTP", over_http, f"http://127.0.0.1:{gateway.http_port}"),
         )
         print(f"{'streams':>7} {'over':>5} {'median':>9} {'99%':>9}")
         for num_streams, (name, stream, where) in itertools.product(flags.streams, ways):
@@ -137,9 +68,6 @@ def main() -> None:
             lags = asyncio.run(measure(stream, where, num_streams, flags.tokens))
             late = lags[int(len(lags) * 0.99)]
             print(f"{num_streams:7} {name:>5} {statistics.median(lags) * 1e3:6.2f} ms {late * 1e3:6.2f} ms")
-    finally:
-        server.terminate()
-        server.join()
 
 
 if __name__ == "__main__":

@@ -12,16 +12,11 @@ import asyncio
 import contextlib
 import itertools
 import json
-import multiprocessing
-import os
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,9 +25,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from benchmarks import harness
-from benchmarks.http_latency import TickingGroup
-from cluster.frontend.front_end import ModelFrontend
-from cluster.gateway import GatewayServer
+from benchmarks.ticking_gateway import ticking_gateway
 
 LARGE_BYTES = 16 * 2**20
 """Of a body, more than is taken; half of it is taken and then refused as a prompt."""
@@ -236,32 +229,6 @@ class Beside:
         self.failures += seen != num_tokens
 
 
-def serve(pipe: Connection) -> None:
-    """A gateway; told anything, it says how many sequences live and files are open."""
-
-    async def run() -> None:
-        config = harness.config(max_model_len=1024, kv_cache_memory_bytes="64M")
-        group = TickingGroup()
-        frontend = ModelFrontend.of_group(config)
-        server = GatewayServer(groups=[group], config=config, frontend=frontend, port=0, http_port=0)  # type: ignore[list-item]
-        await server.start()
-        pipe.send((server.address, server.http_port))
-
-        def tell() -> None:
-            while pipe.recv() is not None:
-                pipe.send((len(group.live), len(os.listdir("/proc/self/fd"))))
-
-        threading.Thread(target=tell, daemon=True).start()
-        await group.tick()
-
-    asyncio.run(run())
-
-
-def _resident_bytes(pid: int | None) -> int:
-    fields = Path(f"/proc/{pid}/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGESIZE")
-
-
 async def _measured(attack: Attack | None, count: int, address: str, port: int) -> tuple[Answers, Beside]:
     beside = Beside()
     client = asyncio.create_task(beside.run(address))
@@ -282,37 +249,24 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of clients")
     flags = parser.parse_args()
     print(harness.machine())
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
-    server.start()
-    try:
-        address, port = ours.recv()
+    with ticking_gateway() as gateway:
+        address, port = gateway.address, gateway.http_port
         asyncio.run(streams(port, 10, 0))
-
-        def left() -> tuple[int, int]:
-            ours.send("left?")
-            found: tuple[int, int] = ours.recv()
-            return found
-
-        _, files_before = left()
+        _, files_before = gateway.left()
         print(f"{'attack':>16} {'clients':>7} {'gRPC':>9} {'gap':>8} {'wait':>8} {'grew':>8}  left  answers")
         for name in ("nothing", *flags.only):
             attack, whole = ATTACKS.get(name, (None, 0))
-            count, before = max(int(whole * flags.scale), 1), _resident_bytes(server.pid)
+            count, before = max(int(whole * flags.scale), 1), gateway.resident_bytes
             answers, beside = asyncio.run(_measured(attack, count, address, port))
             deadline = time.monotonic() + 30
-            while (now := left()) > (0, files_before + 2) and time.monotonic() < deadline:
+            while (now := gateway.left()) > (0, files_before + 2) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            grew = (_resident_bytes(server.pid) - before) / 2**20
+            grew = (gateway.resident_bytes - before) / 2**20
             print(
                 f"{name:>16} {count if attack else 0:7} {beside.answers:4} ({beside.failures} bad)"
                 f" {beside.longest_gap_s * 1e3:5.0f} ms {beside.longest_wait_s * 1e3:5.0f} ms {grew:4.0f} MiB"
                 f"  {now[0]}, {now[1] - files_before:+}  {dict(answers)}"
             )
-        ours.send(None)
-    finally:
-        server.terminate()
-        server.join()
 
 
 if __name__ == "__main__":
