@@ -42,7 +42,6 @@ class GatewayActor:
         metrics_port: int | None = None,
         http_port: int | None = None,
         logs: LogSettings | None = None,
-        actors_by_node: Mapping[str, str] | None = None,
         limits: Limits = NO_LIMITS,
         access: AccessFiles | None = None,
         log_name: str = "gateway",
@@ -56,7 +55,6 @@ class GatewayActor:
         self._max_message_bytes = max_message_bytes
         self._metrics_port = metrics_port
         self._http_port = http_port
-        self._actors_by_node = actors_by_node
         self._limits = limits
         self._access = access
         self._server: GatewayServer | None = None
@@ -86,7 +84,6 @@ class GatewayActor:
             max_message_bytes=self._max_message_bytes,
             metrics_port=self._metrics_port,
             http_port=self._http_port,
-            actors_by_node=self._actors_by_node,
             limits=self._limits,
             desk=self._desk,
             access=self._access,
@@ -134,7 +131,6 @@ class GatewayActor:
 
     async def show_actors(self, actors_by_node: Mapping[str, str]) -> None:
         """What runs where, from now on."""
-        self._actors_by_node = actors_by_node
         if self._server is not None:
             self._server.show_actors(actors_by_node)
 

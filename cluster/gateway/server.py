@@ -73,13 +73,15 @@ class GatewayServer:
         """0 until start() has taken a free one."""
         self._answering = Answering(groups, max_sequences_per_client=MAX_SEQUENCES_PER_CLIENT, limits=limits)
         self._health = GroupHealth(self._answering, (SERVICE_NAME,))
+        self._actors_by_node = dict(actors_by_node or {})
+        """Read by whoever is asked for it."""
         self._servicer = VllmEngineServicer(
             frontend=frontend,
             answering=self._answering,
             config=config,
             health=self._health,
             max_message_bytes=max_message_bytes,
-            actors_by_node=actors_by_node or {},
+            actors_by_node=self._actors_by_node,
         )
         self._status = StatusDocument(
             answering=self._answering,
@@ -87,7 +89,7 @@ class GatewayServer:
             health=self._health,
             loads=self._servicer.loads,
             metrics=self._servicer.metrics,
-            actors_by_node=actors_by_node or {},
+            actors_by_node=self._actors_by_node,
         )
         self._max_message_bytes = max_message_bytes
         self.metrics_port = metrics_port
@@ -115,8 +117,8 @@ class GatewayServer:
 
     def show_actors(self, actors_by_node: Mapping[str, str]) -> None:
         """What runs where, for people who ask."""
-        self._servicer.show_actors(actors_by_node)
-        self._status.show_actors(actors_by_node)
+        self._actors_by_node.clear()
+        self._actors_by_node.update(actors_by_node)
 
     async def start(self) -> None:
         """Listen. Errors: ConfigError when the port is taken or the host is not this machine's."""

@@ -83,14 +83,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self.loads = Loads(answering.groups, answering.live, config)
         self._model_info = server_facts.model_info(config, frontend)
         self._kv_bytes_per_token = group_kv_bytes_per_token(config)
-        self._actors_by_node = msgspec.json.encode(actors_by_node).decode()
+        self._actors_by_node = actors_by_node
         self._bundle: TokenizerBundle | None = None
         self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, thread_name_prefix="tokenizing")
         self._started_at_s = time.monotonic()
         self._last_received_at_s = 0.0
-
-    def show_actors(self, actors_by_node: Mapping[str, str]) -> None:
-        self._actors_by_node = msgspec.json.encode(actors_by_node).decode()
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: aio.ServicerContext
@@ -183,7 +180,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        told = ((KV_BYTES_KEY, str(self._kv_bytes_per_token)), (ACTORS_KEY, self._actors_by_node))
+        actors = msgspec.json.encode(self._actors_by_node).decode()
+        told = ((KV_BYTES_KEY, str(self._kv_bytes_per_token)), (ACTORS_KEY, actors))
         await context.send_initial_metadata(told)
         info = server_facts.server_info(self._config, len(self._answering.groups))
         info.active_requests = len(self._answering.live)

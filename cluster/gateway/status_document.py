@@ -35,11 +35,8 @@ class StatusDocument:
         self._health = health
         self._loads = loads
         self._metrics = metrics
-        self._actors_by_node = dict(actors_by_node)
+        self._actors_by_node = actors_by_node
         self._started_at_s = time.monotonic()
-
-    def show_actors(self, actors_by_node: Mapping[str, str]) -> None:
-        self._actors_by_node = dict(actors_by_node)
 
     def read(self) -> dict[str, Any]:
         """Keys: server, nodes, groups, failures (newest first). Times are Unix seconds, rates a second's."""
@@ -62,7 +59,7 @@ class StatusDocument:
                 "kv_cache_dtype": config.kv_cache_dtype,
                 "attention_backend": config.attention_backend,
             },
-            "nodes": self._actors_by_node,
+            "nodes": dict(self._actors_by_node),
             "groups": [self._group(number, group) for number, group in enumerate(self._answering.groups)],
             "failures": [dataclasses.asdict(failure) for failure in self._metrics.recent_failures],
         }

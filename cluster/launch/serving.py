@@ -170,7 +170,6 @@ def _fleet(
             ports.metrics,
             ports.http,
             groups[0].logs,
-            None,
             limits,
             access,
             title,
