@@ -5,6 +5,8 @@ from kernels_integration.errors import InvalidRequestError
 MAX_MESSAGE_FLAG = "--max-message-size"
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 2**20
 """A prompt of a million token ids takes 3 to 5 MiB."""
+WRITE_TIMEOUT_S = 300.0
+"""A client that has read nothing for so long, over gRPC or HTTP, has gone."""
 MIN_PING_INTERVAL_MS = 10_000
 """A client may ping this often, as with vLLM; one that does so more often is told GOAWAY "too_many_pings"."""
 _TRANSPORT_FACTOR = 4

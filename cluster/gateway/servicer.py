@@ -32,7 +32,7 @@ from cluster.gateway.answers import AnswerMessages
 from cluster.gateway.health import GroupHealth
 from cluster.gateway.loads import Loads
 from cluster.gateway.metrics import GatewayMetrics
-from cluster.gateway.options import require_message_fits
+from cluster.gateway.options import WRITE_TIMEOUT_S, require_message_fits
 from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.gateway.statuses import errors_as_status
 from cluster.gateway.tokenizer_bundle import TokenizerBundle
@@ -57,8 +57,6 @@ _MAX_SHOWN_ID = 1024
 _LONG_TEXT = 8192
 """Characters; a few milliseconds of tokenising."""
 _TOKENIZING_THREADS = 2
-WRITE_TIMEOUT_S = 300.0
-"""A client that has read nothing for so long has gone."""
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]

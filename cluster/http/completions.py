@@ -16,6 +16,7 @@ from cluster.errors import for_client
 from cluster.frontend.front_end import ModelFrontend
 from cluster.frontend.tenant import TENANT_HEADER, checked_tenant
 from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.options import WRITE_TIMEOUT_S
 from cluster.gateway.request_record import RequestRecord, recorded
 from cluster.http.errors import DONE, REQUEST_ID_HEADER, event, request_id_of
 from cluster.http.refusals import IS_RECORDED
@@ -27,8 +28,6 @@ from kernels_integration.errors import InvalidRequestError, LatentrayError, show
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds that the client will wait."""
-WRITE_TIMEOUT_S = 300.0
-"""A client that has read nothing for so long has gone."""
 _TOKENIZING_THREADS = 2
 
 Updates = AsyncGenerator[tuple[int, RequestUpdate], None]

@@ -51,8 +51,7 @@ class Tokenizing:
         """add_special_tokens: true for a prompt, and false for a chat, whose template writes its own."""
         if body.get("messages") is not None:
             _require_fields(body, _OF_CHATS)
-            own = ("model", "add_special_tokens", "return_token_strs")
-            chat = parse_body("/v1/chat/completions", {k: v for k, v in body.items() if k not in own})
+            chat = parse_body("/v1/chat/completions", {k: v for k, v in body.items() if k not in _SHARED})
             assert isinstance(chat, ChatBody)
             with_special = _switch(body, "add_special_tokens", False)
             return chat.prompt_ids(self._frontend, add_special_tokens=with_special)
